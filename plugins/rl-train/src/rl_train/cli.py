@@ -1,54 +1,82 @@
-"""The command ``rl train``."""
+"""The commands ``rl train`` and ``rl config``."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING
 
-import typer
+from rl_core.commands import Command
+from rl_core.errors import ConfigError, PluginError
 
-__all__ = ["train"]
+if TYPE_CHECKING:
+    import argparse
 
-train = typer.Typer(
-    add_completion=False,
-    pretty_exceptions_enable=False,
-    no_args_is_help=True,
-    help="Train your model with your data and your reward: GRPO, DPO or SFT",
-)
+__all__ = ["config", "train"]
 
-_HELP = """Train your model with your data and your reward: GRPO, DPO or SFT.
-
-\b
-rl train run.yaml
-rl train run.yaml steps=20 policy.optimizer.lr=1e-6 generation.backend=vllm
-rl train run.yaml checkpoint.resume=auto    # go on after a crash or Ctrl-C
-
-Keys are those of the file, with dots; `rl config check run.yaml` checks them alone.
-Exit codes: 0 the run ended, 1 it failed, 2 wrong usage, 130 and 143 stopped by a signal, with a
-checkpoint.
-"""
+#: Exit codes of runs that a signal ended.
+_STOPPED = {"SIGINT": 130, "SIGTERM": 143}
 
 
-@train.command(help=_HELP)
-def main(
-    config: Annotated[Path, typer.Argument(help="A YAML or JSON file.", show_default=False)],
-    arguments: Annotated[
-        list[str] | None,
-        typer.Argument(metavar="[KEY=VALUE]...", help="Override keys of the file."),
-    ] = None,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print the outcome as JSON on standard output.")
-    ] = False,
-) -> None:
-    """See ``_HELP``."""
+def run(options: argparse.Namespace) -> int:
+    """Runs train."""
     from rl_train.config import read_config
-    from rl_train.run import train as run
+    from rl_train.run import train as run_it
 
-    given, origins = read_config(config, arguments or ())
-    outcome = run(given, origins=origins)
-    if as_json:
-        typer.echo(json.dumps(dataclasses.asdict(outcome), indent=2, default=str))
-    if outcome.stopped is not None:
-        raise typer.Exit({"SIGINT": 130, "SIGTERM": 143}[outcome.stopped])
+    given, origins = read_config(options.file, options.arguments)
+    outcome = run_it(given, origins=origins)
+    if options.json:
+        print(json.dumps(dataclasses.asdict(outcome), indent=2, default=str))
+    return _STOPPED.get(outcome.stopped or "", 0)
+
+
+def check(options: argparse.Namespace) -> int:
+    """Runs config check."""
+    from rl_train.config import check_backend, check_run, read_config
+    from rl_train.methods import loss_of
+
+    given, origins = read_config(options.file, options.arguments)
+    if "backend" not in given:
+        loss_of(check_run(given, origins))
+        print(f"{options.file}: a run, nothing is wrong")
+        return 0
+    problems = []
+    for kind in ("policy", "generation"):
+        try:
+            check_backend(kind, given)
+        except (ConfigError, PluginError) as error:
+            problems.append(origins.explain(error))
+        else:
+            print(f"{options.file}: {kind} of {given['backend']}, nothing is wrong")
+            return 0
+    # The kind that the file comes closest to.
+    raise min(problems, key=lambda error: len(error.details.get("keys", ())) or 1000)
+
+
+train = Command(
+    "rl train",
+    "Train your model with your data and your reward: GRPO, DPO or SFT",
+    "rl train run.yaml\n"
+    "rl train run.yaml steps=20 policy.optimizer.lr=1e-6 generation.backend=vllm\n"
+    "rl train run.yaml checkpoint.resume=auto",
+    details="Keys are those of the file, with dots. Ctrl-C ends the run after the step that is "
+    "being done, with a checkpoint, from which checkpoint.resume=auto goes on. Exits with 0 at the "
+    "end of the run, with 1 if it failed, with 130 or 143 if a signal ended it.",
+    run=run,
+)
+config = Command("rl config", "Check a configuration without loading a model")
+_check = config.command(
+    "check",
+    "Check every key of a run, or of one backend",
+    "rl config check run.yaml\nrl config check run.yaml generation.backend=vllm",
+    details="A file with the key backend is one backend's configuration. Exits with 1 if a key is "
+    "unknown, missing, of another type or out of bounds; names the line.",
+    run=check,
+)
+for _command in (train, _check):
+    _command.add_argument("file", type=Path, metavar="FILE", help="YAML or JSON")
+    _command.add_argument(
+        "arguments", nargs="*", metavar="KEY=VALUE", help="put over the keys of the file"
+    )
+train.add_argument("--json", action="store_true", help="print the outcome as JSON")

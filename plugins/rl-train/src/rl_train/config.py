@@ -10,10 +10,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, NotRequired, TypedDict
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NotRequired, TypedDict, TypeVar
 
 from rl_core.config import check_config
-from rl_core.errors import ConfigError
+from rl_core.errors import ConfigError, RLError
 from rl_core.interfaces.constraints import Range
 from rl_train.encoding import DataConfig
 from rl_train.log import LogConfig
@@ -32,7 +32,6 @@ __all__ = [
     "RunConfig",
     "check_backend",
     "check_run",
-    "describe_place",
     "read_config",
 ]
 
@@ -204,6 +203,9 @@ class RunConfig(TypedDict):
     log: NotRequired[LogConfig]
 
 
+_Error = TypeVar("_Error", bound=RLError)
+
+
 @dataclass(frozen=True)
 class Origins:
     """Where each key of a configuration was written.
@@ -227,6 +229,14 @@ class Origins:
                 return f"{self.file}, line {self.lines[key]}"
             key = key.rpartition(".")[0]
         return ""
+
+    def explain(self, error: _Error) -> _Error:
+        """The error, with where its keys were written."""
+        keys = error.details.get("keys") or [error.details.get("key", "")]
+        written = dict.fromkeys(f"{key}: {at}" for key in keys if (at := self.of(str(key))))
+        error.message += "".join(f"\n  {line}" for line in written)
+        error.args = (error.message,)
+        return error
 
 
 def read_config(
@@ -309,12 +319,7 @@ def check_run(config: Mapping[str, Any], origins: Origins | None = None) -> RunC
             if kind == "policy" or checked["method"] == "grpo":
                 check_backend(kind, checked[kind], prefix=f"{kind}.")
     except ConfigError as error:
-        keys = error.details.get("keys") or [error.details.get("key", "")]
-        written = dict.fromkeys(f"{key}: {at}" for key in keys if (at := origins.of(str(key))))
-        if written:
-            error.message += "".join(f"\n  {line}" for line in written)
-            error.args = (error.message,)
-        raise
+        raise origins.explain(error) from None
     return checked  # type: ignore[no-any-return]
 
 
@@ -385,9 +390,3 @@ def _complete(config: dict[str, Any]) -> None:
             key="grpo.updates",
         )
     policy.setdefault("train_global_batch_size", rows // updates)
-
-
-def describe_place(place: Mapping[str, Any]) -> str:
-    """Such as ``"here"`` or ``"local, 2 workers"``."""
-    where, workers = place.get("where", "here"), place.get("workers", 1)
-    return where if where == "here" else f"{where}, workers {workers}"
