@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 import sys
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
 from rl_core.commands import Command
 from rl_core.config import nearest
@@ -99,8 +99,7 @@ def _run(parser: Command, options: list[str], words: list[str]) -> int:
 
 def _load(name: str) -> AnyCommand:
     if name in _OWN:
-        own: AnyCommand = load_object(_OWN[name])
-        return own
+        return cast("AnyCommand", load_object(_OWN[name]))
     provider, *others = (each for each in providers(COMMANDS) if each.name == name)
     if others:
         raise AmbiguousBackendError(

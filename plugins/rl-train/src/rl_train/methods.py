@@ -386,9 +386,9 @@ def evaluate(study: Study, rows: Sequence[Mapping[str, Any]]) -> dict[str, float
         right = (made.grades.total >= options.get("correct", 1.0)).view(-1, samples).sum(1)
         metrics = {"reward": float(made.grades.total.mean())}
         for k in sorted({1, samples}):
-            metrics[f"pass@{k}"] = float(
-                torch.tensor([_pass_at(samples, int(n), k) for n in right]).mean()
-            )
+            every = math.comb(samples, k)
+            wrong = [math.comb(samples - int(n), k) / every for n in right]
+            metrics[f"pass@{k}"] = 1.0 - sum(wrong) / len(wrong)
         metrics["completions/mean_length"] = sum(made.lengths) / len(made.lengths)
         metrics["completions/clipped_ratio"] = float(made.batch["truncated"].float().mean())
         return metrics
@@ -405,7 +405,3 @@ def _evaluate_loss(study: Study, rows: Sequence[Mapping[str, Any]]) -> dict[str,
     trained = policy.train(batch, study.loss, eval_mode=True, gbs=batch.size)
     metrics = {"loss": float(trained["loss"])}
     return {**metrics, **_preferences(trained)} if preference else metrics
-
-
-def _pass_at(n: int, correct: int, k: int) -> float:
-    return 1.0 - math.comb(n - correct, k) / math.comb(n, k)

@@ -34,10 +34,6 @@ def _without_room(ctx: Context) -> BatchedDataDict[Any]:
     return ctx.prompts(limit, limit - 1, limit - 2)
 
 
-def _seeded(ctx: Context) -> BatchedDataDict[Any]:
-    return BatchedDataDict({**ctx.prompts(5, 8), "seed": torch.tensor([1000, 0])})
-
-
 #: By clause the cases: what is generated for, and how.
 _CALLS: dict[str, dict[str, dict[str, Any]]] = {
     "G6": {"rows_without_room": {"rows": _without_room}},
@@ -47,7 +43,12 @@ _CALLS: dict[str, dict[str, dict[str, Any]]] = {
         "a_longer_call": {"rows": lambda ctx: ctx.prompts(70, 90, 61)},
     },
     "G9": {
-        "a_seeded_call": {"rows": _seeded, "argmax": False},
+        "a_seeded_call": {
+            "rows": lambda ctx: BatchedDataDict(
+                {**ctx.prompts(5, 8), "seed": torch.tensor([1000, 0])}
+            ),
+            "argmax": False,
+        },
         "an_unseeded_call": {"rows": lambda ctx: ctx.prompts(5, 8), "argmax": False},
     },
     "G12": {
