@@ -149,9 +149,12 @@ class Encoder:
         return self._fit(ids, len(ids))[0]
 
     def shown(self, row: Mapping[str, Any]) -> Any:
-        """The prompt as reward functions and logs get it: a text, or a conversation."""
+        """The prompt as reward functions and logs get it: a text or a conversation, as in the data.
+
+        A completion then is a text, or a message that goes on with the conversation.
+        """
         value = self._value(row, "prompt")
-        return self._conversation(value) if self.chat else value
+        return value if isinstance(value, str) else self._conversation(value)
 
     def answered(self, row: Mapping[str, Any]) -> Answered:
         """Tokens of prompt and answer, and 1 on what is learned: answers with their end tokens.
