@@ -225,7 +225,7 @@ def test_a_reward_that_fails_loses_no_step(
 
     last_digit_once_broken.__name__ = "last_digit"
     config = configured(model, tmp_path)
-    config["rewards"] = {"functions": [], "workers": 0}
+    config["rewards"] = {}
     with pytest.raises(RLError, match="no such answer"):
         train(config, rows=ROWS, rewards=[last_digit_once_broken])
     config["checkpoint"] = {"resume": "auto"}
@@ -252,7 +252,7 @@ def test_prompts_of_equal_rewards_are_drawn_anew(model: Path, tmp_path: Path) ->
 
     config = configured(model, tmp_path, steps=2)
     config["grpo"] |= {"equal_rewards": "redraw", "max_redraws": 8}
-    config["rewards"] = {"functions": [], "workers": 0}
+    config["rewards"] = {}
     outcome = train(config, rows=ROWS, rewards=[by_prompt])
     assert outcome.metrics["groups/redrawn"] > 0
     assert outcome.metrics["frac_reward_zero_std"] == 0

@@ -70,7 +70,7 @@ class RewardsConfig(TypedDict):
             Default: half of the cores.
     """
 
-    functions: list[str | RewardConfig]
+    functions: NotRequired[list[str | RewardConfig]]
     deadline_s: NotRequired[Annotated[float, Range(gt=0)]]
     workers: NotRequired[Annotated[int, Range(ge=0)]]
 

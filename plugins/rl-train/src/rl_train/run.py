@@ -84,7 +84,8 @@ def train(
         origins: Where its keys were written, for messages.
         rows: The data, instead of ``data.path``.
         eval_rows: Those of evaluations, instead of ``evaluation.data``.
-        rewards: Functions, instead of those of the configuration.
+        rewards: Functions, instead of those of the configuration. They are called in this process,
+            unless ``rewards.workers`` is set.
         reward_weights: A weight for each of them.
 
     Raises:
@@ -117,12 +118,13 @@ def train(
         if method == "grpo" and (rewards or checked.get("rewards")):
             given: Any = checked.get("rewards") or {}
             options = dict(given)
-            functions = rewards or options["functions"]
+            functions = rewards or options.get("functions", ())
             graders = stack.enter_context(
                 Rewards(
                     functions,
                     reward_weights,
-                    workers=options.get("workers"),
+                    # A process would import the caller's script again to get at its functions.
+                    workers=options.get("workers", 0 if rewards else None),
                     deadline_s=options.get("deadline_s", 30.0),
                 )
             )

@@ -28,7 +28,8 @@ class GRPOTrainer:
 
     Args:
         model: Directory or hub name of a checkpoint.
-        reward_funcs: Functions with TRL's signature, names of shipped ones, or one of either.
+        reward_funcs: Functions with TRL's signature, names of shipped ones, or one of either. They
+            are called in this process, unless ``args`` sets ``rewards.workers``.
         train_dataset: Rows with a ``prompt``; such as a list of dicts, or a ``datasets.Dataset``.
         eval_dataset: Rows of evaluations.
         generation: Name of the engine.
