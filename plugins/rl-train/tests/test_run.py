@@ -46,7 +46,7 @@ def configured(model: Path, output: Path, **more: Any) -> dict[str, Any]:
         "steps": 4,
         "batch_size": 4,
         "grpo": {"num_generations": 4},
-        "policy": {"optimizer": {"lr": 1e-3}},
+        "policy": {"optimizer": {"lr": 1e-3}, "scheduler": {"name": "linear", "warmup_steps": 1}},
         "generation": {"max_new_tokens": 4},
         "rewards": {"functions": [f"{__file__}:last_digit"], "workers": 0},
         "log": {"plot": None},

@@ -96,8 +96,6 @@ def train(
     checked = check_run(config, origins)
     method = checked["method"]
     loss = loss_of(checked)
-    checkpoints = Checkpoints(checked)
-    found = checkpoints.find()
     if method == "grpo" and not (rewards or checked.get("rewards") or checked.get("environment")):
         raise ConfigError(
             "GRPO needs a reward, and the configuration has none",
@@ -114,6 +112,8 @@ def train(
         schedule = checked["policy"].get("scheduler", {})
         if schedule.get("name", "constant") != "constant":
             schedule.setdefault("total_steps", max(1, steps * checked["grpo"]["updates"]))
+        checkpoints = Checkpoints(checked)  # a checkpoint has the configuration as it is now
+        found = checkpoints.find()
         graders = None
         if method == "grpo" and (rewards or checked.get("rewards")):
             given: Any = checked.get("rewards") or {}
