@@ -61,7 +61,8 @@ config = {
 policy = create_policy(config)
 ```
 
-In a YAML file write `1.0e-6`, not `1e-6`: YAML reads the second one as text.
+`rl train` reads `1e-6` in a YAML file as a number. If your own loop reads the file with PyYAML, write `1.0e-6`: PyYAML reads
+`1e-6` as text.
 """
 #: A whole sentence at the end, such as "Default 1.0." or "Default: the model's."
 _DEFAULT = re.compile(r"(?:^|(?<=\. )|(?<=\) ))Default:? ((?:[^.]|\.(?=\w))+)\.")

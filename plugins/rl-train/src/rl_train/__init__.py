@@ -1,6 +1,7 @@
 """Runs of GRPO, DPO and SFT: ``rl train CONFIG.yaml key=value ...``, or :class:`GRPOTrainer`.
 
-What is here is imported when it is first used: processes of reward functions need no torch.
+Modules are imported at the first use of a name, so that processes of reward functions do not
+import torch.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The policy and the engine of a run: where they run, how they get in step, and a new engine."""
+"""The policy and the engine of a run: their placement, refits, and the restart of an engine."""
 
 from __future__ import annotations
 
@@ -110,8 +110,8 @@ class Backends:
             return stack.enter_context(cluster(workers, name=kind))  # type: ignore[no-any-return]
         if isinstance(workers, list):
             raise ConfigError(
-                f"placement.{kind}.workers is {workers}, one number for each node, and the "
-                "workers are local",
+                f"placement.{kind}.workers is {workers}, one number for each node, but the "
+                "workers are all on this host",
                 fix="give one number, or choose where: ray",
                 key=f"placement.{kind}.workers",
             )

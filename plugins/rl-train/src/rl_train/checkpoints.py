@@ -1,4 +1,4 @@
-"""Checkpoints of a run: the policy's, and what the loop needs to go on to the same numbers."""
+"""Checkpoints of a run: the policy, and the state from which the loop resumes exactly."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ class Checkpoints:
             if there:
                 raise ConfigError(
                     f"{self._config['output']} has checkpoints of a run, up to {there[-1].name}",
-                    fix="go on with it by checkpoint.resume=auto, or choose another output",
+                    fix="resume it with checkpoint.resume=auto, or choose another output",
                     key="checkpoint.resume",
                 )
             return None

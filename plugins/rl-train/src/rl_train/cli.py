@@ -39,7 +39,7 @@ def check(options: argparse.Namespace) -> int:
     given, origins = read_config(options.file, options.arguments)
     if "backend" not in given:
         loss_of(check_run(given, origins))
-        print(f"{options.file}: a run, nothing is wrong")
+        print(f"{options.file}: the configuration of a run, no errors")
         return 0
     problems = []
     for kind in ("policy", "generation"):
@@ -48,7 +48,7 @@ def check(options: argparse.Namespace) -> int:
         except (ConfigError, PluginError) as error:
             problems.append(origins.explain(error))
         else:
-            print(f"{options.file}: {kind} of {given['backend']}, nothing is wrong")
+            print(f"{options.file}: {kind} backend {given['backend']}, no errors")
             return 0
     # The kind that the file comes closest to.
     raise min(problems, key=lambda error: len(error.details.get("keys", ())) or 1000)
@@ -60,9 +60,9 @@ train = Command(
     "rl train run.yaml\n"
     "rl train run.yaml steps=20 policy.optimizer.lr=1e-6 generation.backend=vllm\n"
     "rl train run.yaml checkpoint.resume=auto",
-    details="Keys are those of the file, with dots. Ctrl-C ends the run after the step that is "
-    "being done, with a checkpoint, from which checkpoint.resume=auto goes on. Exits with 0 at the "
-    "end of the run, with 1 if it failed, with 130 or 143 if a signal ended it.",
+    details="A KEY is one of the file, with dots for sections. Ctrl-C ends the run after the "
+    "current step and saves a checkpoint, which checkpoint.resume=auto continues. Exits with 0 at "
+    "the end of the run, with 1 if it failed, with 130 or 143 if a signal ended it.",
     run=run,
 )
 config = Command("rl config", "Check a configuration without loading a model")
@@ -77,6 +77,6 @@ _check = config.command(
 for _command in (train, _check):
     _command.add_argument("file", type=Path, metavar="FILE", help="YAML or JSON")
     _command.add_argument(
-        "arguments", nargs="*", metavar="KEY=VALUE", help="put over the keys of the file"
+        "arguments", nargs="*", metavar="KEY=VALUE", help="set instead of the file's value"
     )
 train.add_argument("--json", action="store_true", help="print the outcome as JSON")

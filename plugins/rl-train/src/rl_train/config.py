@@ -37,17 +37,17 @@ __all__ = [
 
 
 class GrpoConfig(TypedDict, total=False):
-    """How a step of GRPO is made.
+    """How a step of GRPO generates and trains.
 
     Attributes:
         num_generations: Completions per prompt. Default 8.
-        updates: Optimizer steps per generated batch; must divide its rows. Default 1, for which
-            the log-probs before training need not be computed.
+        updates: Optimizer steps that the completions of a step are split into; must divide their
+            number. With 1, no log-probs from before the training are needed. Default 1.
         advantages: Options of :func:`rl_losses.grpo_advantages`.
-        equal_rewards: What becomes of prompts whose completions all have the same reward, which
-            teach nothing: ``"keep"`` them, or ``"redraw"``: take other prompts for them.
+        equal_rewards: What happens to prompts whose completions all have the same reward, and so
+            have no advantage: ``"keep"`` trains on them, ``"redraw"`` takes other prompts instead.
             Default ``"keep"``.
-        max_redraws: How often a step draws other prompts at most. Default 4.
+        max_redraws: How many times a step may take other prompts. Default 4.
         truncated: ``"keep"`` completions that were cut at ``max_new_tokens``, or ``"mask"`` them
             out of the loss. Default ``"keep"``.
     """
@@ -61,13 +61,15 @@ class GrpoConfig(TypedDict, total=False):
 
 
 class RewardsConfig(TypedDict):
-    """What grades completions.
+    """The reward functions, and how they are called.
 
     Attributes:
-        functions: Names, or see :class:`RewardConfig`; the reward is their weighted sum.
+        functions: Names of functions, or mappings, see :class:`RewardConfig`. The reward of a
+            completion is their weighted sum.
         deadline_s: Seconds that one call of a function may take. Default 30.
-        workers: Processes in which they are called; 0: in this one, without a deadline.
-            Default: half of the cores.
+        workers: Processes in which they are called. 0 calls them in threads of this process, which
+            a deadline cannot end. Default: one for each CPU core, at most 8; 0 for functions that
+            are given as objects.
     """
 
     functions: NotRequired[list[str | RewardConfig]]
@@ -76,13 +78,13 @@ class RewardsConfig(TypedDict):
 
 
 class EnvironmentConfig(TypedDict):
-    """What the model talks to, turn by turn; see :class:`rl_train.episodes.Environment`.
+    """What answers the model, turn by turn; see :class:`rl_train.episodes.Environment`.
 
     Attributes:
         function: ``module:Class`` or ``file.py:Class``.
-        options: Keywords of it.
+        options: Keyword arguments of the class.
         max_turns: Turns of the model in an episode. Default 8.
-        workers: Episodes that go on at a time. Default: all of a step.
+        workers: Episodes that run at the same time. Default: all of a step.
     """
 
     function: str
@@ -98,8 +100,8 @@ class PlaceConfig(TypedDict, total=False):
         where: ``"here"``: in this process (an engine such as vLLM starts its own);
             ``"local"``: in worker processes of this host; ``"ray"``: in Ray actors.
             Default ``"here"``.
-        workers: How many; with Ray, a list has those of each node. Default 1.
-        devices: With ``"local"``, the GPU (or several, ``"0,1"``) of each worker.
+        workers: Number of workers; with Ray also a list, with the number on each node. Default 1.
+        devices: With ``"local"``, for each worker its GPU, or several, such as ``"0,1"``.
     """
 
     where: Literal["here", "local", "ray"]
@@ -123,7 +125,8 @@ class EvaluationConfig(TypedDict, total=False):
     """Evaluation while training.
 
     Attributes:
-        data: As the section ``data``; its missing keys are that section's.
+        data: Keys of :class:`DataConfig`; missing ones are taken from the section ``data`` of the
+            run. Without it there is no evaluation.
         every: Steps between evaluations; there is one before the first step and one after the
             last. Default 0: no evaluation in between.
         samples: Completions per prompt; with k of them, ``pass@k`` is reported. Default 1.
@@ -139,14 +142,15 @@ class EvaluationConfig(TypedDict, total=False):
 
 
 class CheckpointConfig(TypedDict, total=False):
-    """What is saved to go on from.
+    """When checkpoints are saved, and which one a run resumes.
 
     Attributes:
         every: Steps between checkpoints; 0: none in between. One is made at the end, on Ctrl-C,
             and where a step fails before it trains. Default 100.
-        keep: How many are kept, the newest. Default 2.
-        resume: ``"auto"``: go on from the newest checkpoint in ``output``, if there is one;
-            ``"never"``: an error if there is one; or the path of one. Default ``"never"``.
+        keep: How many of the newest checkpoints are kept. Default 2.
+        resume: ``"auto"``: resume the newest checkpoint in ``output``, or start if there is none;
+            ``"never"``: an error if there is one; or the path of a checkpoint.
+            Default ``"never"``.
     """
 
     every: Annotated[int, Range(ge=0)]
@@ -155,17 +159,17 @@ class CheckpointConfig(TypedDict, total=False):
 
 
 class RunConfig(TypedDict):
-    """A run.
+    """The configuration of a run.
 
     Attributes:
         model: Directory or hub name of a checkpoint in Hugging Face layout.
         method: ``"grpo"``, ``"dpo"`` or ``"sft"``. Default ``"grpo"``.
-        output: Folder of metrics, checkpoints and the plot. Default ``"runs/METHOD"``.
-        seed: Of the order of the data, of sampling and of the policy. Default 0.
-        steps: Steps of the run. Default: what ``epochs`` come to.
+        output: Folder for metrics, checkpoints and the plot. Default ``"runs/METHOD"``.
+        seed: Seed of the data's order, of sampling and of the policy. Default 0.
+        steps: Number of steps. Default: as many as ``epochs`` passes over the data have.
         epochs: Passes over the data, where ``steps`` is not given. Default 1.
-        batch_size: Prompts (GRPO), examples (SFT) or pairs (DPO) of a step. Default 8.
-        restarts: How often an engine that died is started again. Default 3.
+        batch_size: Prompts (GRPO), examples (SFT) or pairs (DPO) per step. Default 8.
+        restarts: How many times an engine that died is started again. Default 3.
         data: See :class:`DataConfig`.
         rewards: See :class:`RewardsConfig`, or the list of its functions.
         grpo: See :class:`GrpoConfig`.
@@ -245,7 +249,7 @@ def read_config(
     """Reads a YAML (or JSON) file, and puts ``key=value`` arguments over it.
 
     Args:
-        path: The file; None for arguments alone.
+        path: The file; None if there are only arguments.
         arguments: Such as ``"policy.optimizer.lr=1e-6"``; values are YAML.
 
     Returns:
@@ -264,7 +268,7 @@ def read_config(
     for argument in arguments:
         if "=" not in argument or argument.startswith("="):
             raise ConfigError(
-                f"the argument {argument!r} is no key=value",
+                f"the argument {argument!r} is no key=value pair",
                 fix="write it as steps=100 or policy.optimizer.lr=1e-6",
                 key=argument,
             )
@@ -286,7 +290,7 @@ def read_config(
         ) from None
     if not isinstance(config, dict):
         raise ConfigError(
-            f"{path} has {type(config).__name__}, not keys with values",
+            f"{path} contains a {type(config).__name__}, not keys with values",
             fix="write it as in the examples: model: ..., data: ...",
             key=str(path),
         )

@@ -328,7 +328,7 @@ class Order:
             raise ConfigError(
                 f"the checkpoint was made with {state['size']} rows of data, now there are "
                 f"{self._size}",
-                fix="go on with the same data, or begin a new run",
+                fix="resume with the same data, or start a new run with another output",
                 key="size",
             )
         self._seed, self._shuffle = state["seed"], bool(state["shuffle"])

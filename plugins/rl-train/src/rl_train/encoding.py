@@ -1,4 +1,4 @@
-"""What a tokenizer makes of rows: prompts, answers, pairs, and batches of these."""
+"""From rows to token ids: prompts, answers, pairs, and batches of these."""
 
 from __future__ import annotations
 
@@ -39,29 +39,30 @@ class DataConfig(TypedDict, total=False):
             returns rows. Required.
         name: Configuration of the dataset on the hub. Default: its only one.
         split: Split of the dataset on the hub or in the directory. Default ``"train"``.
-        options: Keyword arguments of the function. Default none.
+        options: Keyword arguments of the function in ``path``. Default none.
         prompt: Column of the prompt: a text or a list of messages. If a conversation ends with the
             assistant's turn and the row has no completion, that turn is the answer. Default: the
-            first there is of prompt, messages, question, problem, instruction, query and input.
-        system: System message of conversations that have none; put in front of a plain text.
-            Default none.
-        tools: Column with the tools of a row, JSON schemas of tools, or a JSON file of them.
-            Default none.
+            first that exists of prompt, messages, question, problem, instruction, query and input.
+        system: System message of conversations that have none; without a chat template, a text
+            before each prompt. Default none.
+        tools: Tools for the chat template: the name of a column, a list of JSON schemas, or a JSON
+            file of them. Default none.
         answer: Column of the reference answer, which reward functions get as ``answer``. Default
             ``"answer"`` if it is there.
         completion: Column of what SFT learns: a text or a list of messages. Default: the first
-            there is of completion, response, output and answer.
+            that exists of completion, response, output and answer.
         chosen: Column of the better answer of DPO, with or without the prompt. Default
             ``"chosen"``.
         rejected: Column of the worse answer. Default ``"rejected"``.
-        chat: Whether prompts are rendered by a chat template. Default: whether there is one.
+        chat: Whether prompts are rendered by the chat template, in which a text becomes the user's
+            message. Default: True if there is a template.
         chat_template: Jinja template, as text or as a file. Default: the tokenizer's.
         chat_template_kwargs: Variables of the template, such as ``enable_thinking``. Default none.
-        max_prompt_tokens: Most tokens of a prompt. Default: no limit.
+        max_prompt_tokens: Upper bound on the tokens of a prompt. Default: no limit.
         long_prompts: What happens to a longer one: ``"drop"`` leaves the row out, ``"error"`` stops
             the run, ``"cut"`` removes tokens from the left. Default ``"drop"``.
-        limit: Only the first rows. Default: all.
-        shuffle: Whether each epoch has an order of its own. Default True.
+        limit: How many rows are read, from the first one. Default: all.
+        shuffle: Whether the rows are put into a new random order in each epoch. Default True.
     """
 
     path: str | list[str]
@@ -99,7 +100,7 @@ def problem_of(value: Any) -> str | None:
 
 
 class Encoder:
-    """Makes tokens of rows.
+    """Turns rows into token ids.
 
     Args:
         tokenizer: As transformers has them.
@@ -157,9 +158,9 @@ class Encoder:
         return value if isinstance(value, str) else self._conversation(value)
 
     def answered(self, row: Mapping[str, Any]) -> Answered:
-        """Tokens of prompt and answer, and 1 on what is learned: answers with their end tokens.
+        """Tokens of prompt and answer, with a mask: 1 on the answer and its end token, else 0.
 
-        Of a conversation without a completion these are all turns of the assistant.
+        In a conversation without a completion, the mask is 1 on every turn of the assistant.
 
         Raises:
             DataError: The row has no answer, or the template writes earlier turns differently when
@@ -328,7 +329,7 @@ class Encoder:
         return ids + rest, mask + [0] * len(rest)
 
     def _fit(self, ids: list[int], prompt: int, mask: Sequence[int] = ()) -> Answered:
-        """Holds a prompt of so many tokens to the limit."""
+        """Applies ``max_prompt_tokens`` to a row whose prompt has this many tokens."""
         most = self._config.get("max_prompt_tokens")
         if most is None or prompt <= most:
             return ids, list(mask)

@@ -41,9 +41,9 @@ class Turn:
 
 
 class Environment(Protocol):
-    """One episode's counterpart; made anew for each, with the options of the configuration.
+    """What answers the model in one episode: any class with this method.
 
-    A class whose instances have ``step``; episodes run in threads of their own.
+    Each episode gets a new object, made with ``environment.options``, and runs in its own thread.
     """
 
     def step(self, completion: str, row: Mapping[str, Any]) -> Turn:

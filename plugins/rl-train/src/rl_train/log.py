@@ -1,4 +1,4 @@
-"""What a run leaves behind and what a person sees of it: lines, completions, progress, a summary.
+"""The log of a run: files of metrics and completions, progress on the terminal, a summary.
 
 ``metrics.jsonl`` has a line per step and per evaluation; :mod:`rl_train.metrics` has the names.
 """
@@ -41,14 +41,15 @@ __all__ = ["LogConfig", "LogError", "RunLog", "generation_metrics"]
 
 
 class LogConfig(TypedDict, total=False):
-    """Where the figures of a run go.
+    """Where the metrics of a run are written.
 
     Attributes:
         to: Trackers besides ``metrics.jsonl``, which is always written. Default: none.
         project: Name of the W&B project or the MLflow experiment. Default ``"rl-train"``.
         run_name: Name of the run there. Default: the name of the output folder.
-        completions: How many completions of a step ``completions.jsonl`` keeps. Default 4.
-        completions_every: Steps from one that is kept there to the next. Default 10.
+        completions: How many completions of a step are written to ``completions.jsonl``. Default 4.
+        completions_every: Steps between two of which completions are written; the first step is
+            one of them. Default 10.
         plot: Path of a PNG with the curves, drawn at the end; a relative one is in the output
             folder; None for no plot. Default ``"curves.png"``.
     """

@@ -1,4 +1,4 @@
-"""What one step is: GRPO generates, grades and learns; DPO and SFT learn from the data."""
+"""One step of each method: GRPO generates, grades and trains; DPO and SFT train on the data."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 __all__ = ["METHODS", "Generated", "Step", "Study", "evaluate", "loss_of", "learn_step"]
 
-#: Takes a learning step; returns its figures and some completions for the log.
+#: Does one step; returns its metrics and some completions for the log.
 Step: TypeAlias = Callable[["Study", "dict[str, float]"], "tuple[dict[str, float], list[Any]]"]
 
 

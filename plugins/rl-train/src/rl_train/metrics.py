@@ -1,35 +1,35 @@
-"""Names of the figures of a run, and the arithmetic of those of a generated batch.
+"""Names of the metrics of a run, and the computation of those of a generated batch.
 
 Names are those of TRL 1.16, with ``eval_`` before those of an evaluation:
 
 =====================================  ==========================================================
 all methods                            ``loss``, ``grad_norm``, ``learning_rate``, ``epoch``,
                                        ``num_tokens`` (prompts and completions since the start),
-                                       ``step_time`` (seconds), ``entropy``
+                                       ``step_time`` (seconds)
 GRPO: rewards                          ``reward``, ``reward_std``, ``frac_reward_zero_std``,
                                        ``rewards/<name>/mean``, ``rewards/<name>/std``
 GRPO: completions                      ``completions/``: ``mean_length``, ``min_length``,
                                        ``max_length``, ``clipped_ratio`` (share that was cut),
                                        ``mean_terminated_length``, ``min_terminated_length``,
                                        ``max_terminated_length`` (those that were not cut)
-GRPO: loss                             ``kl`` (to the reference), ``clip_ratio/``: ``low_mean``,
-                                       ``low_min``, ``high_mean``, ``high_max``, ``region_mean``
-GRPO: several turns                    ``tools/call_frequency``, ``tools/failure_frequency``
+GRPO: loss                             ``entropy`` (minus the mean log-prob of the tokens),
+                                       ``clip_ratio/region_mean`` (share of clipped tokens), ``kl``
+                                       (to the reference, with a KL penalty)
 DPO                                    ``rewards/chosen``, ``rewards/rejected``,
-                                       ``rewards/margins``, ``rewards/accuracies``,
-                                       ``logps/chosen``, ``logps/rejected``
-SFT, DPO                               ``mean_token_accuracy``
+                                       ``rewards/margins``, ``rewards/accuracies``
 =====================================  ==========================================================
 
 TRL has no name for these:
 
 =====================================  ==========================================================
-``logprob_error/max``                  largest distance of log-probs of engine and trainer
+``logprob_error/max``                  largest difference of log-probs of engine and trainer
 ``refit/seconds``, ``refit/gb_per_s``  the refit after the step
 ``time/generate``, ``time/reward``,    seconds of a step's phases
 ``time/score``, ``time/train``
-``weights_version``                    what the engine generated the step with
+``weights_version``                    version of the weights that generated the completions
 ``groups/redrawn``                     prompts that were replaced because their rewards were equal
+``rewards/timed_out``                  completions without a reward because of the deadline, if any
+``eval_pass@k``                        chance that one of k completions is correct
 =====================================  ==========================================================
 """
 

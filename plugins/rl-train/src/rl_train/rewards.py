@@ -1,4 +1,4 @@
-"""Reward functions, with TRL's signature, called in processes that a deadline ends."""
+"""Reward functions with TRL's signature, called in processes that are ended at a deadline."""
 
 from __future__ import annotations
 
@@ -42,10 +42,10 @@ class RewardConfig(TypedDict):
         function: ``module:name``, ``file.py:name``, or ``math``, ``exact``, ``format``, ``gsm8k``
             or ``overlong``, see :mod:`rl_train.shipped`.
         weight: Factor of its rewards in the sum. Default 1.0.
-        name: What metrics call it. Default: the function's name.
+        name: Its name in metrics. Default: the function's name.
         options: Further keyword arguments of the function. Default none.
-        columns: For parameters of the function the columns of the data that they get, where these
-            have other names, such as ``{solution: answer}``. Default none.
+        columns: By parameter of the function, the column that it gets, where their names differ:
+            ``{solution: answer}`` passes the column ``answer`` as ``solution``. Default none.
     """
 
     function: str
@@ -80,10 +80,10 @@ class Rewards:
     """Reward functions that are called together, until :meth:`close`.
 
     A function is called as ``f(prompts=..., completions=..., completion_ids=..., **columns)``, with
-    as many of these as it takes, and returns a number or None for each row. Rows of one prompt that
-    are neighbours are in one call; calls are spread over processes, so that what a function
-    remembers is a process's own. An async function gets one process, in which the calls for all
-    prompts run at the same time.
+    those of these arguments that it has parameters for. It returns a list with a number or None for
+    each row. Consecutive rows of one prompt are in one call. Calls are spread over processes, which
+    do not share a function's global state. An async function gets one process, in which the calls
+    for all prompts run at the same time.
 
     Args:
         functions: Names, configurations (see :class:`RewardConfig`) or functions.
@@ -112,7 +112,7 @@ class Rewards:
         if not functions or (weights is not None and len(weights) != len(functions)):
             raise ConfigError(
                 f"rewards: {len(functions)} functions and {len(weights or ())} weights",
-                fix="give at least one function, and a weight for each or none",
+                fix="give at least one function, and either no weights or one for each function",
                 key="rewards",
             )
         self._functions = [_Function.make(each) for each in functions]
@@ -326,7 +326,7 @@ class _Function:
         except Exception as error:
             raise ConfigError(
                 f"rewards: {self.name!r} cannot be sent to a process: {error}",
-                fix="set workers to 0, or write the function so that it holds no such object",
+                fix="set workers to 0, or remove that object from the function",
                 key="function",
             ) from error
 

@@ -1,4 +1,4 @@
-"""A run from its configuration to its last checkpoint."""
+"""The loop of a run, from its configuration to its last checkpoint."""
 
 from __future__ import annotations
 
@@ -46,15 +46,15 @@ _OF_THE_ENGINE = (WorkerDiedError, DeadlineError, RefitError)
 
 @dataclass
 class Outcome:
-    """What a run came to.
+    """The result of a run.
 
     Attributes:
         output: Its folder.
         steps: Steps that were done, those before a resume included.
         stopped: The signal that ended it before its last step, such as ``"SIGINT"``.
-        checkpoint: The newest one.
-        metrics: Of the last step.
-        evaluations: Figures of every evaluation, by step.
+        checkpoint: Folder of the newest checkpoint.
+        metrics: Metrics of the last step.
+        evaluations: Metrics of every evaluation, by step.
     """
 
     output: Path
@@ -74,16 +74,16 @@ def train(
     rewards: Sequence[Callable[..., Any]] | None = None,
     reward_weights: Sequence[float] | None = None,
 ) -> Outcome:
-    """Runs a configuration to its end, or until it is told to stop.
+    """Trains to the last step, or until a signal stops the run.
 
-    SIGINT (Ctrl-C) and SIGTERM end it after the step that is being done, with a checkpoint; a
-    second one at once.
+    SIGINT (Ctrl-C) and SIGTERM end it after the current step, with a checkpoint; a second one ends
+    it at once.
 
     Args:
         config: See :class:`~rl_train.config.RunConfig`.
         origins: Where its keys were written, for messages.
         rows: The data, instead of ``data.path``.
-        eval_rows: Those of evaluations, instead of ``evaluation.data``.
+        eval_rows: The data of evaluations, instead of ``evaluation.data``.
         rewards: Functions, instead of those of the configuration. They are called in this process,
             unless ``rewards.workers`` is set.
         reward_weights: A weight for each of them.
@@ -181,7 +181,7 @@ class _Loop:
         self._put(found.state)
         self.outcome.steps, self.outcome.checkpoint = found.step, found.path
         self.log.rewind(found.step)
-        self.log.note(f"going on from {found.path}, after step {found.step}")
+        self.log.note(f"resuming {found.path}, after step {found.step}")
 
     def run(self) -> Outcome:
         """Does the steps that are left."""
@@ -309,7 +309,7 @@ class _Loop:
             if self.signal is not None:
                 raise KeyboardInterrupt
             self.signal = signal.Signals(number).name
-            self.log.note(f"{self.signal}: ending after this step; again: at once")
+            self.log.note(f"{self.signal}: ending after this step; a second one ends at once")
 
         try:
             before = {n: signal.signal(n, note) for n in (signal.SIGINT, signal.SIGTERM)}

@@ -1,4 +1,4 @@
-"""A run in five lines of Python, for those who come from TRL."""
+"""A run of GRPO in five lines of Python, for users of TRL."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["GRPOTrainer"]
 
 
 class GRPOTrainer:
-    """GRPO with the arguments that TRL's class of this name has.
+    """GRPO with the first arguments of TRL's class of this name; ``args`` takes a run's keys.
 
     ::
 
@@ -28,12 +28,13 @@ class GRPOTrainer:
 
     Args:
         model: Directory or hub name of a checkpoint.
-        reward_funcs: Functions with TRL's signature, names of shipped ones, or one of either. They
-            are called in this process, unless ``args`` sets ``rewards.workers``.
-        train_dataset: Rows with a ``prompt``; such as a list of dicts, or a ``datasets.Dataset``.
-        eval_dataset: Rows of evaluations.
-        generation: Name of the engine.
-        policy: Name of the backend that trains.
+        reward_funcs: A function with TRL's signature, a name such as ``"math"`` or
+            ``"file.py:name"``, or a list of these. They are called in this process, unless
+            ``args`` sets ``rewards.workers``.
+        train_dataset: Rows with a ``prompt``: a list of dicts, or a ``datasets.Dataset``.
+        eval_dataset: Rows for evaluation.
+        generation: Backend that generates, such as ``"vllm"``.
+        policy: Backend that trains.
         reward_weights: A weight for each function.
         args: Other keys of :class:`~rl_train.config.RunConfig`, nested or with dots, such as
             ``{"steps": 100, "policy.optimizer.lr": 1e-6}``.
@@ -60,7 +61,7 @@ class GRPOTrainer:
             _put(self.config, key.split("."), value)
 
     def train(self) -> Outcome:
-        """Runs it; see :func:`rl_train.train`."""
+        """Trains until the last step; see :func:`rl_train.train`."""
         return train(
             self.config,
             rows=self._rows,
