@@ -1,4 +1,4 @@
-"""What came of trying architectures with a backend. Imports nothing heavy."""
+"""Results of trying architectures with a backend. Imports nothing heavy."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ __all__ = ["Difference", "Run", "Status", "Trial"]
 
 
 class Status(enum.StrEnum):
-    """What came of one architecture with one backend."""
+    """The result of one architecture with one backend."""
 
     #: A refit brought the trainer's weights, bit for bit, and its log-probs.
     EXACT = "exact"
-    #: The backend said that it takes no refit of this model, and why.
+    #: The backend refused refits of this model, with the reason.
     REFUSED = "refused"
     #: The engine does not have the model, or not on this machine.
     NOT_STARTED = "does not start"
-    #: Nobody objected, and weights or log-probs are others than the trainer's.
+    #: No side reported an error, but weights or log-probs differ from the trainer's.
     WRONG = "wrong"
     #: The engine died, hung or raised something unforeseen after it had started.
     FAILS = "fails"

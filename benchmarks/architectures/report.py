@@ -22,21 +22,21 @@ SCHEMA = 1
 _MEANINGS = {
     Status.EXACT: "a refit brought every tensor bit for bit, and the engine's log-probs are the "
     "trainer's, before and after it",
-    Status.REFUSED: "the backend said that it takes no refit of this model, and why",
-    Status.NOT_STARTED: "the engine does not have the model, or not on this machine; or it could "
+    Status.REFUSED: "the backend refused refits of this model, with the reason",
+    Status.NOT_STARTED: "the engine does not support the model, or not on this machine, or it could "
     "not generate with it",
-    Status.WRONG: "nobody objected, and weights or log-probs differ",
+    Status.WRONG: "no side reported an error, but weights or log-probs differ",
     Status.FAILS: "the engine died, hung or raised something unforeseen after its start",
     Status.NO_TRAINER: "transformers cannot make or run a tiny model of it",
 }
 _INTRODUCTION = """\
-Which models an engine can be refit with. Written by `benchmarks/try_architectures.py`, which makes
-a tiny random checkpoint of each architecture, starts it in the engine, compares log-probs with
-transformers in float32, sends other weights, reads back what is installed and compares again.
+The models that an engine can be refit with. `benchmarks/try_architectures.py` writes this page. It
+makes a tiny random checkpoint of each architecture, starts it in the engine, compares log-probs with
+transformers in float32, sends other weights, reads the installed weights back and compares again.
 """
 _LIMITS = """
-Nothing of this says how well a large model runs, or what a GPU's kernels do: there an engine may
-rearrange weights that it leaves alone on a CPU, and then it refuses.
+The table does not show how well a large model runs, or what happens on a GPU: there an engine may
+rearrange weights that it leaves unchanged on a CPU, and the backend then refuses refits.
 """
 _KEPT = ("suite", "plugin", "engine", "transformers", "torch", "python", "platform", "date")
 
@@ -47,7 +47,7 @@ class _File(msgspec.Struct):
 
 
 def to_json(runs: Iterable[Run]) -> str:
-    """Everything there is to know of runs; :func:`read_runs` reads it back."""
+    """All data of runs; :func:`read_runs` reads it back."""
     encoded = msgspec.json.encode(_File(SCHEMA, list(runs)))
     return msgspec.json.format(encoded, indent=2).decode() + "\n"
 
