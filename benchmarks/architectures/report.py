@@ -32,7 +32,8 @@ _MEANINGS = {
 _INTRODUCTION = """\
 The models that an engine can be refit with. `benchmarks/try_architectures.py` writes this page. It
 makes a tiny random checkpoint of each architecture, starts the engine with it, compares log-probs
-with transformers in float32, sends other weights, reads the installed weights back and compares again.
+with transformers in float32, sends other weights, reads the installed weights back, and compares
+again.
 """
 _LIMITS = """
 The table does not show how well a large model runs, or what happens on a GPU: there an engine may
