@@ -14,7 +14,10 @@ __all__ = ["GRPOTrainer"]
 
 
 class GRPOTrainer:
-    """GRPO with the first arguments of TRL's class of this name; ``args`` takes a run's keys.
+    """GRPO with the model, reward functions and datasets of TRL's class of this name.
+
+    Pass arguments by keyword: their order is not TRL's, and ``args`` is a dictionary of a run's
+    keys, not a ``GRPOConfig``.
 
     ::
 
