@@ -13,6 +13,7 @@ import pytest
 from installed import NO_ENGINE, Install
 
 from rl_core.cli import main
+from rl_core.install import install_command
 
 
 def rl(*arguments: str) -> tuple[int, str, str]:
@@ -53,7 +54,7 @@ def test_list_tolerates_a_missing_engine_and_says_how_to_install_it(install: Ins
 
 def test_list_without_backends_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("rl_core.cli.backends.list_backends", list)
-    assert "pip install ./plugins/rl-hf" in rl("backends", "list")[1]
+    assert install_command("rl-hf") in rl("backends", "list")[1]
 
 
 def test_info_shows_every_capability(install: Install) -> None:
@@ -194,7 +195,7 @@ def test_command_of_the_suite_says_how_to_install_it(
     code, _, err = rl(*words)
     assert code == 1
     assert f"'rl {words[0]}' is a command of rl-conformance" in err
-    assert "Fix: pip install ./tests/conformance" in err
+    assert f"Fix: {install_command('rl-conformance')}" in err
 
 
 @pytest.mark.parametrize(

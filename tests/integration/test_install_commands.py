@@ -86,6 +86,7 @@ def test_folders_of_a_checkout_elsewhere_are_absolute(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(installing, "origin_of", lambda name: {})
     assert install_command("rl-ray") == f"pip install {ROOT}/plugins/rl-ray"
     monkeypatch.setattr(installing, "_root", lambda: None)
     wanted = "in a checkout of this project: pip install ./plugins/rl-ray"

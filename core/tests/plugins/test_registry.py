@@ -22,6 +22,7 @@ from rl_core.errors import (
     PluginError,
     RefitProtocolError,
 )
+from rl_core.install import install_command
 from rl_core.plugins import registry
 from rl_core.plugins.discovery import BACKENDS, HOOKS
 from rl_core.plugins.hookspecs import (
@@ -252,4 +253,4 @@ def test_a_transport_of_another_distribution_is_named_with_how_to_install_it(
     monkeypatch.setattr(registry, "providers", lambda group: alone)
     with pytest.raises(BackendNotFoundError, match="installed are: ipc") as caught:
         find_transport("collective")
-    assert caught.value.fix == "pip install ./plugins/rl-collective"
+    assert caught.value.fix == install_command("rl-collective")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -16,6 +17,7 @@ from transformers import AutoModelForCausalLM
 
 from rl_backends.torch.checkpoints import load_tokenizer
 from rl_core.errors import ConfigError
+from rl_core.install import install_command
 from rl_core.plugins.manifest import GENERATION_CAPABILITIES, POLICY_CAPABILITIES
 from rl_hf.manifest import BACKEND
 from rl_hf.modeling import load_model, model_facts
@@ -145,7 +147,8 @@ def test_a_missing_package_comes_with_its_command(
     tiny: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr("rl_hf.modeling.importlib.util.find_spec", lambda name: None)
-    with pytest.raises(ConfigError, match=r'pip install "./plugins/rl-hf\[device-map\]"'):
+    command = re.escape(install_command("rl-hf", "device-map"))
+    with pytest.raises(ConfigError, match=command):
         load(tiny(), device_map="auto")
 
 

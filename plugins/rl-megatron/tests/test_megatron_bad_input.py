@@ -107,7 +107,13 @@ def refused(path: Path | str, error: type[RLError], match: str, **config: Any) -
 @pytest.mark.parametrize(
     ("settings", "world", "config", "match", "key"),
     [
-        (LLAMA, 6, {TENSOR: 2, PIPELINE: 2}, r"size 6 .* tensor 2 x pipeline 2", TENSOR),
+        (
+            LLAMA,
+            6,
+            {TENSOR: 2, PIPELINE: 2},
+            r"size 6 is not a multiple of 4 \(tensor 2 x pipeline 2\)",
+            TENSOR,
+        ),
         (LLAMA, 1, {TENSOR: 2}, r"world size 1 is not a multiple of 2", TENSOR),
         (LLAMA, 4, {TENSOR: 4}, r"4, .* 6 attention heads", TENSOR),
         (LLAMA, 2, {TENSOR: 2}, r"2, .* 3 key/value heads", TENSOR),

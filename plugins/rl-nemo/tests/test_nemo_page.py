@@ -61,7 +61,7 @@ def end(names: dict[str, Any]) -> None:
 
 
 def test_the_page(names: dict[str, Any]) -> None:
-    loop, elsewhere = blocks(PAGE)
+    loop, _, elsewhere = blocks(PAGE)  # the second one needs NeMo RL
     exec(loop, names)
     end(names)
     exec(elsewhere, names)

@@ -11,6 +11,7 @@ from typing import Any
 
 import psutil
 import pytest
+from examples.additions import make_model
 
 import rl_train
 from rl_core.errors import CheckpointError, ConfigError, RLError, WorkerDiedError
@@ -33,9 +34,6 @@ def last_digit(completions: list[str], **_: Any) -> list[float]:
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    sys.path.insert(0, str(Path(__file__).parents[3]))
-    from examples.additions import make_model
-
     return make_model(tmp_path_factory.mktemp("model"), seed=0, layers=1)
 
 
