@@ -224,7 +224,7 @@ class Origins:
     lines: Mapping[str, int] = field(default_factory=dict)
     arguments: Mapping[str, str] = field(default_factory=dict)
 
-    def of(self, key: str) -> str:
+    def where(self, key: str) -> str:
         """Such as ``"run.yaml, line 12"``; the nearest section that was written, or ``""``."""
         while key:
             if key in self.arguments:
@@ -237,7 +237,7 @@ class Origins:
     def explain(self, error: _Error) -> _Error:
         """The error, with where its keys were written."""
         keys = error.details.get("keys") or [error.details.get("key", "")]
-        written = dict.fromkeys(f"{key}: {at}" for key in keys if (at := self.of(str(key))))
+        written = dict.fromkeys(f"{key}: {at}" for key in keys if (at := self.where(str(key))))
         error.message += "".join(f"\n  {line}" for line in written)
         error.args = (error.message,)
         return error

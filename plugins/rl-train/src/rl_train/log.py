@@ -68,7 +68,6 @@ _SHOWN = {
     "loss": ("loss", ".3g"),
     "rewards/margins": ("margin", ".3f"),
     "rewards/accuracies": ("accuracy", ".3f"),
-    "mean_token_accuracy": ("token_accuracy", ".3f"),
     "kl": ("kl", ".1e"),
     "logprob_error/max": ("logprob_error", ".1e"),
 }

@@ -128,7 +128,6 @@ def train(
                     deadline_s=options.get("deadline_s", 30.0),
                 )
             )
-        dtype = checked["policy"].get("torch_dtype", "float32")
         log = stack.enter_context(
             RunLog(
                 checked["output"],
@@ -137,7 +136,7 @@ def train(
                 phase=method.upper(),
                 settings=checked,
                 resume=found is not None,
-                tolerance=TOLERANCE.get(dtype, TOLERANCE["other"]) if method == "grpo" else None,
+                tolerance=_tolerance(checked) if method == "grpo" else None,
             )
         )
         log.note(
@@ -320,6 +319,19 @@ class _Loop:
         finally:
             for number, handler in before.items():
                 signal.signal(number, handler)
+
+
+def _tolerance(config: RunConfig) -> float:
+    """How far log-probs may be apart, in the coarser of the dtypes of engine and policy."""
+    from transformers import AutoConfig
+
+    dtypes = {config["policy"].get("torch_dtype", "float32")}
+    dtypes.add(config["generation"].get("torch_dtype", "auto"))
+    if "auto" in dtypes:
+        trust = config["policy"].get("trust_remote_code", False)
+        model = AutoConfig.from_pretrained(config["model"], trust_remote_code=trust)
+        dtypes = dtypes - {"auto"} | {str(model.dtype or "float32").removeprefix("torch.")}
+    return TOLERANCE["float32" if dtypes == {"float32"} else "other"]
 
 
 def _tokenizer(config: RunConfig) -> Any:
