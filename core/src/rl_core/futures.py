@@ -131,6 +131,6 @@ def as_concurrent(future: Any) -> concurrent.futures.Future[Any]:
     if isinstance(future, concurrent.futures.Future):
         return future
     raise TypeError(
-        f"no future that can be waited for: {type(future).__name__} "
+        f"not a future that can be waited for: {type(future).__name__} "
         "(Ray's object refs can be once rl_ray is imported)"
     )

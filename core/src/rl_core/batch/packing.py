@@ -95,8 +95,8 @@ def pack(
         return bins
     if len(sizes) < wanted:
         raise DataError(
-            f"{len(sizes)} sequences need {len(bins)} bins, and cannot fill the {wanted} that "
-            "are asked for",
+            f"{len(sizes)} sequences need {len(bins)} bins, and cannot fill the {wanted} "
+            "requested bins",
             fix="give at least one sequence for each bin; for shards, a larger batch or fewer",
         )
     loads = bin_loads(sizes, bins).tolist()

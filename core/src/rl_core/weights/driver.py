@@ -95,8 +95,8 @@ def refit(
         if isinstance(policy, Mapping) or isinstance(generation, Mapping):
             fix = "pass the module itself, not its state_dict()"
         raise ConfigError(
-            f"refit(policy, generation) got a {type(policy).__name__} that is to send weights, and "
-            f"a {type(generation).__name__} that is to take them",
+            f"refit(policy, generation) got a {type(policy).__name__} to send weights, and a "
+            f"{type(generation).__name__} to receive them",
             fix=fix,
         )
     sender, receiver = sending_end(policy), receiving_end(generation)
@@ -177,7 +177,7 @@ def _attempt(
     if chosen.transport == "collective" and "collective" not in info.get("addresses", {}):
         if not {"host", "port"} <= set(info):
             raise RefitProtocolError(
-                "the policy's prepare_refit_info names no host and port to meet at",
+                "the policy's prepare_refit_info names no host and port to connect to",
                 fix="build the policy on PolicyBackend, or call init_collective on both sides",
                 phase="DISCOVER",
             )

@@ -76,7 +76,7 @@ class ModuleSender(SendsWeights):
         model = self._model()
         if model is None:
             raise LifecycleError(
-                f"the module behind {self._sender.name} does not live any more",
+                f"the module behind {self._sender.name} no longer exists",
                 fix="keep a reference to it as long as it is refit from",
             )
         if isinstance(model, WeightSource):
@@ -108,7 +108,7 @@ class ModuleReceiver(TakesWeights):
             found = reference()
             if found is None:
                 raise LifecycleError(
-                    f"the module behind {type(self).__name__} does not live any more",
+                    f"the module behind {type(self).__name__} no longer exists",
                     fix="keep a reference to it as long as it is refit",
                 )
             return NamedTensorSink(_without_adapters(found))

@@ -199,8 +199,8 @@ class TakesWeights:
         receivers = ipc_handles.get("receivers", 1)
         if receivers < self.receiver_count:
             raise ConfigError(
-                f"{type(self).__name__}: the ticket is for {receivers} engines, and these are "
-                f"{self.receiver_count}",
+                f"{type(self).__name__}: the ticket is for {receivers} receivers, and this "
+                f"engine has {self.receiver_count}",
                 fix=f"call get_weights_ipc_handles(keys, receivers={self.receiver_count})",
                 key="receivers",
             )

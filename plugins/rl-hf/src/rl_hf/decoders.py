@@ -170,7 +170,7 @@ class GroupDecoder:
         self._cache = getattr(output, self._name_of_cache, None)
         if not hasattr(self._cache, "batch_select_indices"):
             raise ConfigError(
-                f"{type(self._model).__name__} keeps its state in no cache that rows can leave",
+                f"{type(self._model).__name__} has no cache from which rows can be removed",
                 fix="use another architecture, or another backend",
                 key="model_name",
             )

@@ -118,7 +118,7 @@ class Forward:
         if not uses_segments(base_model(self.model)):
             raise CapabilityError(
                 f"the attention of {type(base_model(self.model)).__name__} cannot be observed",
-                fix="calibrate a model of causal layers, with no attention of its own",
+                fix="calibrate a model with causal layers and no custom attention",
             )
         for _, part in rows.apart(self.sharing):
             index, positions = part.tokens()

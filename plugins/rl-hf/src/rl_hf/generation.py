@@ -52,7 +52,7 @@ class HuggingFaceGeneration(GenerationBackend):
         model = load_model(config, for_training=False)
         if not model.can_generate():
             raise ConfigError(
-                f"{type(model).__name__} of {model_name} is no language model that generates",
+                f"{type(model).__name__} of {model_name} is not a generative language model",
                 fix="point model_name at a causal language model",
                 key="model_name",
             )

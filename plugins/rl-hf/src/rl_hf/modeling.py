@@ -70,8 +70,8 @@ def load_model(config: Mapping[str, Any], *, for_training: bool) -> PreTrainedMo
     except (OSError, ValueError, KeyError, ImportError, SafetensorError) as error:
         raise ConfigError(
             f"the model {directory} cannot be loaded: {error}",
-            fix="check that it is a complete checkpoint, and what device_map and "
-            "attn_implementation ask for",
+            fix="check that the checkpoint is complete, and the values of device_map and "
+            "attn_implementation",
             key="model_name",
         ) from error
     # Weights that a checkpoint lacks would be random numbers.
@@ -121,7 +121,7 @@ def _device(config: Mapping[str, Any]) -> torch.device:
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
         raise ConfigError(
             f"there is no device {wanted}: torch sees {torch.cuda.device_count()} CUDA devices",
-            fix="set device to cpu, or install a torch that drives the GPU",
+            fix="set device to cpu, or install a build of torch that supports the GPU",
             key="device",
         )
     return device
@@ -152,7 +152,7 @@ def _quantisation(
         )
     if for_training:
         raise ConfigError(
-            f"{key}: quantised weights are not trained here, nor refit",
+            f"{key}: quantised weights are not trained and not refit",
             fix=f"remove {key} from the policy; lora and bfloat16 save memory",
             key=key,
         )

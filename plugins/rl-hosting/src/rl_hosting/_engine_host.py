@@ -133,7 +133,7 @@ class EngineHost:
         engine = load_object(self._reference).start(config)
         if not isinstance(engine, Engine):
             raise PluginError(
-                f"{self._reference}.start returned {type(engine).__name__}, no rl_hosting.Engine",
+                f"{self._reference}.start returned {type(engine).__name__}, not rl_hosting.Engine",
                 fix="report it to the backend's author",
             )
         self._engine = engine
@@ -184,8 +184,8 @@ class EngineHost:
                 known = isinstance(one, Completion | FailedRow)
                 if not known or one.row not in range(self._newest + 1):
                     raise PluginError(
-                        f"{self.name}: step ended {one!r:.200}, which is of no row that it was "
-                        "given",
+                        f"{self.name}: step ended {one!r:.200}, which belongs to no row that it "
+                        "was given",
                         fix="report it to the backend's author: row is the row's key",
                     )
             done = [one for one in ended if one.row in self._rows]  # others were taken back

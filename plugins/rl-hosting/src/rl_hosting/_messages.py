@@ -211,7 +211,7 @@ class Channel:
             except OSError as error:
                 raise EOFError(str(error)) from error
             if not new:
-                raise EOFError("the other side is gone")
+                raise EOFError("the other side has closed the connection")
             data += new
         return data
 

@@ -223,7 +223,7 @@ class RemoteReceiver:
             if time.monotonic() > end + REFIT_REPORT_S:
                 late = [rank for rank, state in enumerate(states) if not state["done"]]
                 raise DeadlineError(
-                    f"{self.name}: the refit did not end in its deadline in workers {late}",
+                    f"{self.name}: the refit did not end within its deadline in workers {late}",
                     fix="find out what their sinks wait for; the engine may have to be ended",
                     workers=late,
                 )
@@ -264,7 +264,7 @@ class RemoteReceiver:
             if isinstance(wrong, WorkerError):
                 raise
             raise PluginError(
-                f"{self.name}: call_workers returned what no worker answered: {wrong}",
+                f"{self.name}: call_workers did not return the answers of the workers: {wrong}",
                 fix="report it to the backend's author: an answer of each worker's WorkerRefits",
             ) from wrong
         errors = [error for answer in answers if (error := error_of(answer)) is not None]

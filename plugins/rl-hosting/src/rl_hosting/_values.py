@@ -54,7 +54,7 @@ def decode_result(data: bytes) -> Any:
         return _from_plain(msgspec.msgpack.decode(data, ext_hook=_extension))
     except (msgspec.MsgspecError, ArithmeticError, LookupError, *_NONSENSE) as error:
         raise DataError(
-            f"what a worker returned is no value: {type(error).__name__}: {error}",
+            f"what a worker returned is not a valid value: {type(error).__name__}: {error}",
             fix="install the same release of rl-hosting and rl-core for workers and driver",
         ) from error
 
@@ -177,8 +177,8 @@ def _object_or_extension(code: int, data: memoryview) -> Any:
 
 def _refused(value: Any) -> Any:
     raise DataError(
-        f"a worker's result has a {type(value).__module__}.{type(value).__qualname__} in it, which "
-        "does not travel between processes",
+        f"a worker's result contains a {type(value).__module__}.{type(value).__qualname__}, which "
+        "cannot be sent between processes",
         fix="return numbers, strings, tensors, batches, and lists, tuples and dicts of these",
     )
 

@@ -101,7 +101,7 @@ class HostedGeneration(GenerationBackend):
                 facts = msgspec.convert(self.engine_facts, _Facts)
             except msgspec.ValidationError as error:
                 raise PluginError(
-                    f"{name} has no such facts as a driver needs: {error}",
+                    f"{name} lacks facts that a driver needs: {error}",
                     fix="report it to the backend's author; rl_hosting.Engine says what they are",
                 ) from error
             self.receiver_count = facts.workers
@@ -239,7 +239,7 @@ class HostedGeneration(GenerationBackend):
         """
         if not self._process.call("reset_caches", self.answer_s):
             raise PluginError(
-                f"{self._process.name} did not forget its prefix cache",
+                f"{self._process.name} did not clear its prefix cache",
                 fix="wait until nothing is being generated",
             )
         return True

@@ -90,8 +90,8 @@ class Architecture:
         if kind not in FAMILIES:
             raise ConfigError(
                 f"{name} has the architecture {kind!r}; mapped are {', '.join(FAMILIES)}",
-                fix="use another policy backend; or set architecture to the one whose layout and "
-                "names of tensors the checkpoint has",
+                fix="use another policy backend; or set architecture to a supported one with "
+                "the same layout and tensor names",
                 key="architecture" if family else "model_name",
             )
         class_name, head_norm = FAMILIES[kind]

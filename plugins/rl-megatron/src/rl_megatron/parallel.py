@@ -58,14 +58,14 @@ class ParallelState:
             if dist.get_world_size() != sizes.world:
                 raise ConfigError(
                     f"torch.distributed of this process has {dist.get_world_size()} ranks, the "
-                    f"policy {sizes.world}",
+                    f"policy needs {sizes.world}",
                     fix="let the policy initialise torch.distributed, or start as many ranks",
                     key="tensor_model_parallel_size",
                 )
             if parallel_state.is_initialized():
                 raise ConfigError(
-                    "megatron-core has process groups in this process already, which no policy "
-                    "made",
+                    "megatron-core has process groups in this process already, and no policy "
+                    "made them",
                     fix="build the policy before them, or in workers of a cluster",
                     key="tensor_model_parallel_size",
                 )

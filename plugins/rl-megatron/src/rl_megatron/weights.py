@@ -67,8 +67,8 @@ def owned_pieces(table: Table, at: Coordinates, model: nn.Module) -> list[Owned]
         name = next((name for name in piece.parameter if name in parameters), None)
         if name is None:
             raise ConfigError(
-                f"megatron-core's model has none of the parameters {piece.parameter}, in which "
-                f"{piece.name} lies",
+                f"megatron-core's model has none of the parameters {piece.parameter}, which "
+                f"hold {piece.name}",
                 fix="use a megatron-core in the range that rl-megatron supports",
                 key="model_name",
             )

@@ -46,7 +46,7 @@ class _Absent:
 
     def __call__(self, *_: Any, **__: Any) -> Any:
         raise NotImplementedError(
-            f"{self._name} has no build for CPUs; rl-sglang stands in for what models of text need"
+            f"{self._name} has no build for CPUs; rl-sglang replaces only what text models need"
         )
 
 

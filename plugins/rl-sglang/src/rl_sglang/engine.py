@@ -175,7 +175,7 @@ class SglangEngine(Engine):
             logprobs = [found[0] for found in meta["output_token_logprobs"]]
             if not all(one is not None and math.isfinite(one) for one in logprobs):
                 raise PluginError(
-                    "SGLang gave a row a log-prob that is not finite",
+                    "SGLang returned a log-prob that is not finite",
                     fix="look at the weights: float16 overflows where bfloat16 and float32 do not",
                 )
             # A log-prob of more than 0 is a rounding error.

@@ -47,8 +47,8 @@ class SglangGeneration(EngineBackend):
             )
         if config.get("repetition_penalty", 1.0) != 1.0:
             raise ConfigError(
-                "repetition_penalty is refused: SGLang penalises what was generated, not the "
-                "prompt, so that the same number means something else",
+                "repetition_penalty is refused: SGLang penalises generated tokens, not the "
+                "prompt, so that the same number has another meaning",
                 fix="leave it out, or use another backend",
                 key="repetition_penalty",
             )

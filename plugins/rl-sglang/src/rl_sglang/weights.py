@@ -125,10 +125,10 @@ class ModelSink(LoadedSink):
             layer, _, which = name.partition(".")
             number = layer.removeprefix("layer_")
             if not number.isdigit() or int(number) not in layers:
-                raise ConfigError(f"{name} is no scale of a layer of the model", key=name)
+                raise ConfigError(f"{name} is not a scale of a layer of the model", key=name)
             if which not in ("k_scale", "v_scale"):
                 raise CapabilityError(
-                    f"{name}: SGLang has scales of keys and values alone",
+                    f"{name}: SGLang has scales only for keys and values",
                     fix="calibrate without include_q",
                     capability="kv_scales",
                 )

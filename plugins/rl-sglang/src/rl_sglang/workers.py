@@ -103,7 +103,7 @@ class Workers:
             return [connection.recv_bytes() for connection in ordered]
         except (EOFError, OSError) as error:
             raise WorkerDiedError(
-                "a scheduler of SGLang ended in a call",
+                "a scheduler of SGLang ended during a call",
                 fix="look at the end of the engine's log, and build the engine again",
             ) from error
 

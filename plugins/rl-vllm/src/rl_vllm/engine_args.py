@@ -208,8 +208,8 @@ def check_engine_args(engine: Mapping[str, Any], device: str) -> None:
     if given.get("enable_chunked_prefill") and device == "cpu":
         at = "vllm_cfg.engine_args.enable_chunked_prefill"
         raise ConfigError(
-            f"'{at}' is refused on the CPU: after a part of a prompt vLLM winds a row's "
-            "generator back, which generators on the CPU cannot",
+            f"'{at}' is refused on the CPU: after a part of a prompt vLLM sets a row's "
+            "random generator back, which CPU generators do not support",
             fix="leave it out",
             key=at,
         )

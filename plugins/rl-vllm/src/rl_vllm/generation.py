@@ -40,8 +40,8 @@ class VllmGeneration(EngineBackend):
         temperature = config.get("temperature", 1.0)
         if 0 < temperature < _TEMPERATURES[0] or temperature > _TEMPERATURES[1]:
             raise ConfigError(
-                f"temperature is {temperature}; vLLM samples from {_TEMPERATURES[0]} to "
-                f"{_TEMPERATURES[1]} as asked, and otherwise not",
+                f"temperature is {temperature}; vLLM applies only temperatures from "
+                f"{_TEMPERATURES[0]} to {_TEMPERATURES[1]}",
                 fix="use a temperature in that range, or greedy=True",
                 key="temperature",
             )

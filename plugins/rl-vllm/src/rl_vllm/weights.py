@@ -138,7 +138,7 @@ class ModelSink(LoadedSink):
             layer, _, which = name.partition(".")
             found = [m for n, m in layers.items() if f".{layer.replace('_', 's.')}." in n]
             if not found or which not in ("q_scale", "k_scale", "v_scale"):
-                raise ConfigError(f"{name} is no scale of a layer of the model", key=name)
+                raise ConfigError(f"{name} is not a scale of a layer of the model", key=name)
             for module in found:
                 impl: Any = getattr(module, "impl", None)
                 if hasattr(impl, "bmm1_scale"):

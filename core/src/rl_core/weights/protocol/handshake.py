@@ -93,7 +93,7 @@ def trainer_of(
         theirs = msgspec.convert(info, _Info)
     except msgspec.ValidationError as error:
         raise RefitProtocolError(
-            f"this is not what refit protocol {PROTOCOL} hands over: {error}",
+            f"this is no refit info of refit protocol {PROTOCOL}: {error}",
             fix="pass what the policy's prepare_refit_info() returned",
             phase="DISCOVER",
         ) from error

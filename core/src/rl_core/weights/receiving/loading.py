@@ -312,7 +312,7 @@ class Loader:
         """Compares all that the engine has, sent now or held before, with the sender's."""
         if self._verify != "none" and self.table.digest != digest:
             raise RefitCorrupted(
-                "the engine's tensors, with those it held before, are not the sender's",
+                "the engine's tensors, with those it held before, differ from the sender's",
                 fix="refit again without delta",
             )
 

@@ -113,7 +113,7 @@ class IpcReceiver(ControlClient, ReceiverEnd):
                 f"the trainer's socket {path} cannot be reached from here: {error}; "
                 "either the trainer has ended, or this process sees another directory under that "
                 "name (another host or container) or runs as another user",
-                fix="if the trainer runs, let both sides be one user's and see one TMPDIR, or use "
+                fix="if the trainer runs, run both sides as one user with one TMPDIR, or use "
                 "the collective transport; else start it again, and prepare_refit_info",
                 phase="DISCOVER",
                 peer="the sender",
@@ -162,7 +162,7 @@ def _endpoint(address: Mapping[str, Any]) -> str:
     except msgspec.ValidationError as error:
         raise RefitProtocolError(f"a malformed ipc address: {error}") from error
     if not endpoint.startswith(_SCHEME):
-        raise RefitProtocolError(f"{endpoint!r} is no ipc endpoint")
+        raise RefitProtocolError(f"{endpoint!r} is not an ipc endpoint")
     return endpoint
 
 

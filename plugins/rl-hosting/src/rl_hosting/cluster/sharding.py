@@ -178,7 +178,7 @@ def training_shards(
     if not len(lengths) or gbs < 1 or len(lengths) % gbs or gbs % group_size:
         raise DataError(
             f"{len(lengths)} rows are no multiple of a global batch of {gbs}, "
-            f"or that is none of the loss's group size {group_size}",
+            f"or {gbs} is no multiple of the loss's group size {group_size}",
             fix="drop or repeat rows, set another gbs, or fill up with rows of sample_mask 0",
             key="gbs",
         )

@@ -211,7 +211,7 @@ class ServerClient:
     def _refused(self, path: str, status: int, found: bytes) -> ConfigError | PluginError:
         if status in (401, 403):
             return ConfigError(
-                f"the SGLang server at {self.url} refuses {path} ({status}): it wants another key",
+                f"the SGLang server at {self.url} refuses {path} ({status}): it needs another key",
                 fix="set api_key to the key that the server was started with (--api-key, or "
                 "--admin-api-key for refits)",
                 key="api_key",

@@ -73,7 +73,7 @@ def check_server_config(config: Mapping[str, Any]) -> dict[str, Any]:
         # Whatever it is, it may hold a password.
         raise ConfigError(
             "server_url is not the address of a server",
-            fix='use such as "http://127.0.0.1:30000", with the key in api_key',
+            fix='use an address such as "http://127.0.0.1:30000", with the key in api_key',
             key="server_url",
         )
     temperature = checked.get("temperature", 1.0)
@@ -85,8 +85,8 @@ def check_server_config(config: Mapping[str, Any]) -> dict[str, Any]:
         )
     if checked.get("repetition_penalty", 1.0) != 1.0:
         raise ConfigError(
-            "repetition_penalty is refused: SGLang penalises what was generated and not the "
-            "prompt, so that the same number means something else",
+            "repetition_penalty is refused: SGLang penalises generated tokens but not the "
+            "prompt, so that the same number has another meaning",
             fix="leave it out, or use another backend",
             key="repetition_penalty",
         )
@@ -94,8 +94,8 @@ def check_server_config(config: Mapping[str, Any]) -> dict[str, Any]:
     sampled = checked.get("do_sample", True)
     if sampled and truncated and checked.get("logprobs_mode", "processed") == "processed":
         raise CapabilityError(
-            "an SGLang server gives log-probs of all tokens, not of those that top_k and top_p "
-            "leave, so that there are no processed ones",
+            "an SGLang server gives log-probs over all tokens, not over those that top_k and "
+            "top_p leave, so it has no processed log-probs",
             fix='set logprobs_mode to "raw", leave top_k and top_p out, or use the backend sglang, '
             "which starts an engine of its own",
             capability="logprobs_mode",

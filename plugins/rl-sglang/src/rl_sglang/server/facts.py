@@ -141,7 +141,7 @@ def read_facts(url: str, model_info: dict[str, Any], server_info: dict[str, Any]
         server = msgspec.convert(server_info, _ServerInfo)
     except msgspec.ValidationError as error:
         raise PluginError(
-            f"the server at {url} says of itself what no SGLang {version} does: {error}",
+            f"the server at {url} describes itself as no SGLang {version} does: {error}",
             fix="look whether server_url is the address of an SGLang server",
             url=url,
         ) from error

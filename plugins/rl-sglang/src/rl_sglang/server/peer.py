@@ -192,7 +192,7 @@ class Server:
         status, answer = self.client.run(asked, timeout_s, "/flush_cache")
         if status != 200:
             raise PluginError(
-                f"the SGLang server at {self.client.url} did not forget its prefix cache: "
+                f"the SGLang server at {self.client.url} did not clear its prefix cache: "
                 f"{answer.get('message') or status}",
                 fix="wait until nobody generates with it",
             )
@@ -243,8 +243,8 @@ class Server:
                 key="logprobs_mode",
             )
         raise CapabilityError(
-            f"it does not show whether the SGLang server at {self.client.url} divides logits by "
-            f"the temperature {self._temperature} before it takes log-probs",
+            f"log-probs do not show whether the SGLang server at {self.client.url} divides "
+            f"logits by the temperature {self._temperature} before it takes log-probs",
             fix="use temperature 1",
             capability="logprobs_mode",
             key="logprobs_mode",

@@ -119,7 +119,7 @@ class RowStream:
             kind = None if reason is None else reason["type"]
         except (KeyError, TypeError, ValueError, IndexError) as error:
             raise self._fault(
-                f"said what is no part of a row: {type(error).__name__}: {error}"
+                f"sent an answer that is no part of a row: {type(error).__name__}: {error}"
             ) from error
         self.ended = kind is not None
         if kind == "abort":
@@ -152,13 +152,13 @@ class RowStream:
         size = self._checkpoint.facts.vocab_size
         if len(self._ids) != len(self._logprobs) or not all(0 <= token < size for token in ids):
             raise self._fault(
-                f"gave a row {len(self._ids)} tokens and {len(self._logprobs)} log-probs, or "
-                "tokens that the model does not have",
+                f"returned {len(self._ids)} tokens and {len(self._logprobs)} log-probs for a row, "
+                "or tokens that the model does not have",
                 fix="look whether it serves the model of model_name",
             )
         if not all(math.isfinite(one) for one in logprobs):
             raise self._fault(
-                "gave a row a log-prob that is not finite",
+                "returned a log-prob that is not finite",
                 fix="look at the weights: float16 overflows where bfloat16 and float32 do not",
             )
         # A log-prob of more than 0 is a rounding error.
