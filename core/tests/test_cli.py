@@ -13,6 +13,7 @@ import pytest
 from installed import NO_ENGINE, Install
 
 from rl_core.cli import main
+from rl_core.errors import BrokenPluginError
 from rl_core.install import install_command
 
 
@@ -50,6 +51,15 @@ def test_list_tolerates_a_missing_engine_and_says_how_to_install_it(install: Ins
     out = rl("backends", "list")[1]
     assert row(out, "toy")[-1] == "no engine"
     assert 'Fix: pip install "rl-toy[engine]"' in out
+
+
+def test_list_shows_a_broken_plugin_of_hooks(monkeypatch: pytest.MonkeyPatch) -> None:
+    error = BrokenPluginError("rl-hooks 1.0: cannot be imported", fix="reinstall rl-hooks")
+    monkeypatch.setattr("rl_core.cli.backends.broken_hooks", lambda: [error])
+    code, out, _ = rl("backends", "list")
+    assert code == 1
+    assert "hooks: rl-hooks 1.0: cannot be imported\nFix: reinstall rl-hooks" in out
+    assert json.loads(rl("backends", "list", "--json")[1])["broken_hooks"] == [error.message]
 
 
 def test_list_without_backends_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:

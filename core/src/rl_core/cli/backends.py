@@ -15,6 +15,7 @@ from rl_core.cli.output import chatter_to_stderr, console_for_result
 from rl_core.commands import Command
 from rl_core.install import install_command
 from rl_core.plugins.discovery import BackendListing, inspect_all, list_backends
+from rl_core.plugins.hookspecs import broken_hooks
 from rl_core.plugins.manifest import CONTRACT_VERSION
 from rl_core.plugins.registry import match_providers
 
@@ -26,13 +27,8 @@ if TYPE_CHECKING:
 
 __all__ = ["app"]
 
-_YELLOW = ("no engine", "wrong engine")
-_STYLES = {
-    "ready": "green",
-    **dict.fromkeys(_YELLOW, "yellow"),
-    "incompatible": "red",
-    "broken": "red",
-}
+_STYLES = {"ready": "green", "no engine": "yellow", "wrong engine": "yellow"}
+_STYLES |= {"incompatible": "red", "broken": "red"}
 
 
 def show(options: argparse.Namespace) -> int:
@@ -40,9 +36,11 @@ def show(options: argparse.Namespace) -> int:
     named = hasattr(options, "name")
     with chatter_to_stderr():
         listings = inspect_all(match_providers(options.name)) if named else list_backends()
+        hooks = [] if named else broken_hooks()
     if options.json:
         document = {
             "contract": CONTRACT_VERSION,
+            "broken_hooks": [error.message for error in hooks],
             "backends": [
                 {
                     **_plain(item.provider),
@@ -64,7 +62,10 @@ def show(options: argparse.Namespace) -> int:
             _print_info(item)
     else:
         _print_table(listings)
-    return int(any(_STYLES[item.status] == "red" or item.duplicates for item in listings))
+        for error in hooks:
+            print(f"\nhooks: {error}")
+    red = [item for item in listings if _STYLES[item.status] == "red" or item.duplicates]
+    return int(bool(hooks or red))
 
 
 def _plain(value: Any) -> Any:
@@ -74,8 +75,7 @@ def _plain(value: Any) -> Any:
     return dict(value) if isinstance(value, Mapping) else repr(value)
 
 
-# Text has no markup: what a plugin declares may contain brackets.
-_text = Text.assemble
+_text = Text.assemble  # without markup: what a plugin declares may contain brackets
 
 
 def _columns(*headings: str) -> Table:
@@ -120,8 +120,7 @@ def _print_trouble(console: Console, item: BackendListing) -> None:
         text = f"{', '.join(item.duplicates)} also provides '{name}'"
         troubles.append(("red", text, f"write '{item.provider.qualified_name}'"))
     for style, text, fix in troubles:
-        console.print()
-        console.print(_text((f"{name}: ", f"bold {style}"), text))
+        console.print(_text("\n", (f"{name}: ", f"bold {style}"), text))
         if fix:
             console.print(_text(("  Fix: ", "bold"), fix))
 
@@ -145,8 +144,7 @@ def _print_info(listing: BackendListing) -> None:
     table = _columns("", "")
     for key, value in facts.items():
         table.add_row(_text((key, "dim")), _text(value))
-    summary = f"  {manifest.summary}" if manifest else ""
-    console.print(_text((provider.name, "bold"), summary))
+    console.print(_text((provider.name, "bold"), f"  {manifest.summary}" if manifest else ""))
     console.print(table)
     if manifest is not None:
         styles = {"full": "green", "versioned": "green", "not_implemented": "yellow"}
