@@ -312,7 +312,7 @@ def test_server_with_seeds_and_raw_logprobs_that_is_killed_and_started_again(
         )
         policy = create_policy({"backend": "hf", "model_name": str(model), "temperature": 0.5})
         call = in_background(lambda: other.generate(prompts([10], [11], [12], [13])))
-        until(lambda: server.running() == 4)
+        until(lambda: server.running() > 0, 60)  # a row may end at its first token
         server.kill()
         error = call()
         assert isinstance(error, WorkerDiedError)
