@@ -47,6 +47,7 @@ def configured(model: Path, output: Path, **more: Any) -> dict[str, Any]:
         "policy": {"optimizer": {"lr": 1e-3}, "scheduler": {"name": "linear", "warmup_steps": 1}},
         "generation": {"max_new_tokens": 4},
         "rewards": {"functions": [f"{__file__}:last_digit"], "workers": 0},
+        "evaluation": {"every": 2},
         "log": {"plot": None},
     }
     return config | more
@@ -63,7 +64,7 @@ def figures(output: Path) -> list[dict[str, Any]]:
 def unbroken(model: Path, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """The figures of a run that nothing disturbed."""
     output = tmp_path_factory.mktemp("unbroken")
-    outcome = train(configured(model, output), rows=ROWS)
+    outcome = train(configured(model, output), rows=ROWS, eval_rows=ROWS[:4])
     assert (outcome.steps, outcome.stopped) == (4, None)
     assert outcome.checkpoint == output / "checkpoints/step-000004"
     return figures(output)
@@ -72,12 +73,14 @@ def unbroken(model: Path, tmp_path_factory: pytest.TempPathFactory) -> list[dict
 def test_a_run_learns_and_its_figures_have_the_names_of_trl(
     unbroken: list[dict[str, Any]],
 ) -> None:
-    assert [line["step"] for line in unbroken] == [1, 2, 3, 4]
+    assert [line["step"] for line in unbroken] == [0, 1, 2, 2, 3, 4, 4]  # with evaluations
+    steps = [line for line in unbroken if "loss" in line]
     expected = {"loss", "grad_norm", "learning_rate", "epoch", "num_tokens", "reward", "reward_std"}
     expected |= {"frac_reward_zero_std", "completions/mean_length", "rewards/last_digit/mean"}
-    assert expected <= unbroken[0].keys()
-    assert [line["weights_version"] for line in unbroken] == [1, 2, 3, 4]
-    assert max(line["logprob_error/max"] for line in unbroken) < 1e-4
+    assert expected <= steps[0].keys()
+    assert [line["weights_version"] for line in steps] == [1, 2, 3, 4]
+    assert max(line["logprob_error/max"] for line in steps) < 1e-4
+    assert {"eval_reward", "eval_pass@1"} <= unbroken[0].keys()
 
 
 @pytest.mark.parametrize("method", ["sft", "dpo"])
@@ -105,7 +108,7 @@ def dies(self):
         os.kill(os.getpid(), signal.SIGKILL)
     refit(self)
 _Loop._refit = dies
-train(config, rows=rows)
+train(config, rows=rows, eval_rows=rows[:4])
 """
 
 
@@ -119,7 +122,7 @@ def test_a_killed_run_goes_on_to_the_same_numbers(
     if at == 2:  # before there was a checkpoint
         assert not list(tmp_path.glob("checkpoints/step-*"))
     config["checkpoint"]["resume"] = "auto"
-    outcome = train(config, rows=ROWS)
+    outcome = train(config, rows=ROWS, eval_rows=ROWS[:4])
     assert outcome.steps == 4
     assert figures(tmp_path) == unbroken
 
@@ -153,7 +156,7 @@ def test_an_engine_that_dies_is_replaced_and_the_numbers_stay(
     monkeypatch.setattr(Backends, "refit", refits)
     monkeypatch.setattr(_Loop, "_state", snapshot)
     place = {"generation": {"where": "local"}}
-    train(configured(model, tmp_path, placement=place), rows=ROWS)
+    train(configured(model, tmp_path, placement=place), rows=ROWS, eval_rows=ROWS[:4])
     assert len(started) == 3
     assert figures(tmp_path) == unbroken
 
@@ -225,9 +228,10 @@ def test_a_reward_that_fails_loses_no_step(
     config = configured(model, tmp_path)
     config["rewards"] = {}
     with pytest.raises(RLError, match="no such answer"):
-        train(config, rows=ROWS, rewards=[last_digit_once_broken])
+        train(config, rows=ROWS, eval_rows=ROWS[:4], rewards=[last_digit_once_broken])
     config["checkpoint"] = {"resume": "auto"}
-    assert train(config, rows=ROWS, rewards=[last_digit_once_broken]).steps == 4
+    again = train(config, rows=ROWS, eval_rows=ROWS[:4], rewards=[last_digit_once_broken])
+    assert again.steps == 4
     assert figures(tmp_path) == unbroken
 
 

@@ -189,7 +189,8 @@ class _Loop:
         with self._signals():
             if outcome.steps < self.steps:
                 self._with_engine(self._refit)
-                self._evaluate(first=outcome.steps == 0)
+            if outcome.steps == 0:
+                self._evaluate()
             while outcome.steps < self.steps and self.signal is None:
                 seconds: dict[str, float] = {}
                 start = time.perf_counter()
@@ -213,9 +214,9 @@ class _Loop:
                 self.log.step(outcome.steps, metrics)
                 if shown:
                     self.log.completions(outcome.steps, shown)
+                self._evaluate()  # before it is saved, so that a run that resumes does not again
                 if every and outcome.steps % every == 0 and outcome.steps < self.steps:
                     self._save()
-                self._evaluate()
             if outcome.checkpoint is None or not outcome.checkpoint.name.endswith(
                 f"{outcome.steps:06d}"
             ):
@@ -233,10 +234,10 @@ class _Loop:
             # Versions are steps, so that they are the same after a resume.
             self.study.backends.refit(self.outcome.steps + 1)
 
-    def _evaluate(self, *, first: bool = False) -> None:
+    def _evaluate(self) -> None:
         step, every = self.outcome.steps, self.config["evaluation"].get("every", 0)
-        due = first or step == self.steps or (every and step % every == 0 and step > 0)
-        if not self.tested or not due or step in self.outcome.evaluations:
+        due = step in (0, self.steps) or (every and step % every == 0)
+        if not self.tested or not due:
             return
         figures = self._with_engine(lambda: evaluate(self.study, self.tested))
         self.outcome.evaluations[step] = figures
