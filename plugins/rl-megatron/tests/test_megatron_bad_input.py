@@ -334,7 +334,7 @@ def test_torch_distributed_of_other_ranks_is_named_and_left(tiny, unbuilt):
     worker = WorkerContext(rank=0, world_size=2, master_addr="127.0.0.1", master_port=1)
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
-        with pytest.raises(ConfigError, match=r"has 1 ranks, the policy 2"):
+        with pytest.raises(ConfigError, match=r"has 1 ranks, the policy needs 2"):
             MegatronPolicy(str(tiny()), worker=worker, **{TENSOR: 2})
         assert dist.is_initialized()
         assert ParallelState._alive is None

@@ -36,7 +36,7 @@ def test_a_ticket_brings_every_tensor_and_moves_the_version_once(pair):
 def test_one_ticket_is_for_as_many_engines_as_it_says(pair, keep):
     trainer, engine = pair
     both = Replicas(engine, keep(Engine(blank(trainer.source.tensor))))
-    with pytest.raises(ConfigError, match="for 1 engines") as error:
+    with pytest.raises(ConfigError, match="for 1 receivers") as error:
         both.update_weights(ticket(trainer))
     assert "receivers=2" in str(error.value.fix)
     assert both.update_weights(ticket(trainer, receivers=2))
