@@ -14,7 +14,8 @@ import pytest
 from examples.additions import make_model
 
 import rl_train
-from rl_core.errors import CheckpointError, ConfigError, RLError, WorkerDiedError
+from rl_core.errors import CheckpointError, ConfigError, DeadlineError, RLError, WorkerDiedError
+from rl_hf.policy import HuggingFacePolicy
 from rl_train import GRPOTrainer, Turn, train
 from rl_train.backends import Backends
 from rl_train.config import check_run, read_config
@@ -197,8 +198,6 @@ def test_ctrl_c_saves_and_says_how_to_go_on(
 def test_a_full_disk_ends_the_run_and_names_the_newest_checkpoint(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from rl_hf.policy import HuggingFacePolicy
-
     save = HuggingFacePolicy.save_checkpoint
 
     def full(self: Any, path: str) -> None:
@@ -233,6 +232,26 @@ def test_a_reward_that_fails_loses_no_step(
     again = train(config, rows=ROWS, eval_rows=ROWS[:4], rewards=[last_digit_once_broken])
     assert again.steps == 4
     assert figures(tmp_path) == unbroken
+
+
+def test_a_step_that_fails_amid_training_is_not_done_again_and_not_saved(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Some of its updates may be in the weights."""
+    calls, learn = [], HuggingFacePolicy.train
+
+    def fails(self: Any, *args: Any, **kwargs: Any) -> Any:
+        calls.append(None)
+        done = learn(self, *args, **kwargs)
+        if len(calls) == 2:
+            raise DeadlineError("a rank did not answer")
+        return done
+
+    monkeypatch.setattr(HuggingFacePolicy, "train", fails)
+    with pytest.raises(DeadlineError, match="did not answer"):
+        train(configured(model, tmp_path), rows=ROWS)
+    assert len(calls) == 2
+    assert not list(tmp_path.glob("checkpoints/*"))
 
 
 def test_only_the_newest_checkpoints_are_kept(model: Path, tmp_path: Path) -> None:

@@ -293,7 +293,7 @@ class Order:
 
     @property
     def epoch(self) -> float:
-        """How often the rows were gone through: 1.5 is the middle of the second epoch."""
+        """Passes over the rows so far: 1.5 is the middle of the second one."""
         return self._taken / self._size
 
     def take(self, n: int) -> list[int]:

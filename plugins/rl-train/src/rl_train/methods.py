@@ -312,11 +312,12 @@ def learn_step(
 ) -> tuple[dict[str, Any], dict[str, float]]:
     """Trains on a batch; returns what ``train`` returned, and the figures of every method."""
     policy = study.backends.policy
+    # Before it trains: from here on the step can neither be done again nor be left out.
+    study.tokens += int(batch["input_lengths"].sum())
     with timed(seconds, "train"):
         policy.prepare_for_training()
         trained = policy.train(batch, study.loss)
         policy.finish_training()
-    study.tokens += int(batch["input_lengths"].sum())
     return trained, {
         "loss": float(trained["loss"]),
         "grad_norm": float(trained["grad_norm"]),

@@ -13,6 +13,7 @@ import traceback
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from concurrent.futures.process import BrokenProcessPool
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import groupby
@@ -144,7 +145,8 @@ class Rewards:
     def _end_processes(self) -> None:
         if self._pool is not None:
             self._pool.stop()
-            self._pool.join()
+            with suppress(TimeoutError):  # what is left ends with this process
+                self._pool.join(10)
             self._pool = None
 
     def grade(
