@@ -75,7 +75,7 @@ def step_by_hand(study: Study, tokenizer: Any) -> None:
     generation.prepare_for_generation()
     output = generation.generate(prompts)
     generation.finish_generation()
-    made = completions(output, tokenizer, num_samples=SAMPLES)
+    made = completions(output, tokenizer, num_generations=SAMPLES)
     rewards = [float(each.text == rows[each.row]["answer"]) for each in made]
     relative = partial(grpo_advantages, group_size=SAMPLES)
     batch = training_batch(output, rewards, advantages=relative)

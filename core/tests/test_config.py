@@ -187,7 +187,7 @@ def test_long_values_are_shortened_in_messages() -> None:
         ("top_p", 1.01, 0.01),
         ("top_k", -2, -1),
         ("max_new_tokens", 0, 1),
-        ("num_samples", 0, 1),
+        ("num_generations", 0, 1),
         ("repetition_penalty", 0, 1.1),
         ("max_model_len", 0, None),
         ("logprobs_mode", "rw", "raw"),

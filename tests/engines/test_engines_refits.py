@@ -145,7 +145,7 @@ def test_replicas_on_a_cluster_share_the_rows_and_a_refit(kind, tiny, same_envir
     policy = hf_policy(tiny("qwen2"))
     shake(policy)
     with CLUSTERS[kind.name]() as cluster:
-        engine = kind.build({**config, "num_samples": 2}, cluster=cluster)
+        engine = kind.build({**config, "num_generations": 2}, cluster=cluster)
         engine.prepare_for_generation()
         refit(policy, engine, deadline_s=60.0)
         output = engine.generate(prompts(5))

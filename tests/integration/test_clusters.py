@@ -150,11 +150,11 @@ def test_without_a_seed_two_calls_differ(pair: RemoteGeneration) -> None:
 def test_a_configured_seed_and_samples_equal_the_embedded_ones(
     cluster: Cluster, manifest: Any
 ) -> None:
-    config = {**CONFIG, "seed": 7, "num_samples": 3, "pad_token_id": 999}
+    config = {**CONFIG, "seed": 7, "num_generations": 3, "pad_token_id": 999}
     generation = RemoteGeneration(cluster, manifest, config)
     generation.prepare_for_generation()
     data = prompts(*RAGGED)
-    expected = embedded(seed=7, num_samples=3, pad_token_id=999).generate(data)
+    expected = embedded(seed=7, num_generations=3, pad_token_id=999).generate(data)
     assert_equal(generation.generate(data), expected)
     assert (expected["output_ids"] == 999).any()
 

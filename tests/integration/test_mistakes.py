@@ -94,7 +94,7 @@ CONFIGURATIONS: dict[str, tuple[Any, str]] = {
     "TRL: beta of the policy": (policy(beta=0.1), "reference_policy_kl_penalty=..."),
     "TRL: num_generations of the policy": (
         policy(num_generations=8),
-        "set `num_samples: ...` in the configuration of create_generation",
+        "set `num_generations: ...` in the configuration of create_generation",
     ),
     "NeMo RL: precision": (policy(precision="bfloat16"), "write 'torch_dtype' instead"),
     "verl: ppo_mini_batch_size": (policy(ppo_mini_batch_size=8), "prompts x completions of each"),
@@ -111,10 +111,10 @@ CONFIGURATIONS: dict[str, tuple[Any, str]] = {
         lambda: create_policy({"backend": "hf", "model_name_or_path": "m"}),
         "write 'model_name' instead of 'model_name_or_path'",
     ),
-    "TRL: num_generations": (engine(num_generations=8), "write 'num_samples' instead"),
+    "num_samples": (engine(num_samples=8), "write 'num_generations' instead"),
     "TRL: max_completion_length": (engine(max_completion_length=8), "write 'max_new_tokens'"),
     "vLLM: max_tokens": (engine(max_tokens=8), "write 'max_new_tokens' instead"),
-    "vLLM: n": (engine(n=8), "write 'num_samples' instead"),
+    "vLLM: n": (engine(n=8), "write 'num_generations' instead"),
     "vLLM: stop": (engine(stop=["x"]), "write 'stop_strings' instead"),
     "vLLM: logprobs": (engine(logprobs=1), "remove 'logprobs'"),
     "vLLM: temperature 0": (engine(temperature=0), "set 'do_sample' to False"),
@@ -149,7 +149,7 @@ CONFIGURATIONS: dict[str, tuple[Any, str]] = {
     "peft: lora_r at the top": (policy(lora_r=8), "`lora: {r: ...}`"),
     "gradient_clip": (policy(gradient_clip=1.0), "write 'max_grad_norm' instead"),
     "transformers: max_length": (engine(max_length=8), "write 'max_model_len' instead"),
-    "transformers: num_return_sequences": (engine(num_return_sequences=2), "'num_samples'"),
+    "transformers: num_return_sequences": (engine(num_return_sequences=2), "'num_generations'"),
     "vLLM: sampling_params": (engine(sampling_params={"top_p": 0.9}), "write top_p in place of"),
     "OpenAI: presence_penalty": (engine(presence_penalty=1.0), "remove 'presence_penalty'"),
     "greedy of an engine": (engine(greedy=True), "`do_sample: the opposite of greedy`"),
@@ -211,7 +211,7 @@ def at(tiny: Any) -> Any:
         warnings.simplefilter("ignore")
         made = SimpleNamespace(
             p=create_policy(config),
-            g=create_generation({**config, "max_new_tokens": 4, "num_samples": 2}),
+            g=create_generation({**config, "max_new_tokens": 4, "num_generations": 2}),
             path=str(tiny()),
         )
     made.g.prepare_for_generation()
@@ -276,7 +276,7 @@ CALLS: dict[str, tuple[Any, type[Exception], str]] = {
     ),
     "one reward": (lambda at: training_batch(at.out, 1.0), DataError, "each of the 4 rows"),
     "no samples": (
-        lambda at: completions(at.out, at.p.tokenizer, num_samples=0), ConfigError, "1 or more"
+        lambda at: completions(at.out, at.p.tokenizer, num_generations=0), ConfigError, "1 or more"
     ),
     "a row between two": (lambda at: at.batch[1.5], DataError, "integers"),
     "a batch as a column": (
@@ -291,9 +291,9 @@ CALLS: dict[str, tuple[Any, type[Exception], str]] = {
         lambda at: at.g.generate(at.prompts, temperature=0.5), TypeError, "temperature"
     ),
     "samples beyond memory": (
-        lambda at: create(at, num_samples=MANY).generate(at.prompts),
+        lambda at: create(at, num_generations=MANY).generate(at.prompts),
         DataError,
-        "set a smaller num_samples",
+        "set a smaller num_generations",
     ),
     "awaiting a stream": (lambda at: asyncio.run(awaited(at)), LifecycleError, "async for row"),
     "swapped arguments of train": (
@@ -398,7 +398,7 @@ def test_rows_of_a_batch_are_batches(at: Any) -> None:
 
 
 def test_texts_come_with_their_prompts(at: Any) -> None:
-    rows = completions(at.out, at.p.tokenizer, num_samples=2)
+    rows = completions(at.out, at.p.tokenizer, num_generations=2)
     assert [each.row for each in rows] == [0, 0, 1, 1]
     assert all(
         len(each.ids) == n for each, n in zip(rows, at.out["generation_lengths"], strict=True)

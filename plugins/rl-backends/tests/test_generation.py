@@ -134,15 +134,15 @@ def test_max_model_len_bounds_prompt_and_tokens(make):
 )
 @pytest.mark.parametrize("samples", [1, 3])
 def test_an_empty_batch_gives_an_empty_result_of_the_right_keys(make, data, samples):
-    out = make(num_samples=samples).generate(data)
+    out = make(num_generations=samples).generate(data)
     assert set(out) == KEYS | (set(data) - {"input_ids", "input_lengths"})
     assert out.size == 0
     assert out["output_ids"].shape == (0, 0)
-    assert collect(make(num_samples=samples).generate_async(data)) == []
+    assert collect(make(num_generations=samples).generate_async(data)) == []
 
 
 def test_further_keys_stay_with_their_rows(make):
-    out = make(num_samples=2).generate(
+    out = make(num_generations=2).generate(
         prompts([5], [8], id=["a", "b"], x=torch.tensor([[1], [2]]), note=None), greedy=True
     )
     assert out["id"] == ["a", "a", "b", "b"]
@@ -201,7 +201,7 @@ def test_the_first_rows_of_a_larger_batch_draw_the_same_seeds(make):
 
 def test_samples_equal_a_batch_that_was_repeated_before(make):
     data = prompts([5], [8], id=["a", "b"], stop_strings=[["x"], None])
-    samples = make(seed=3, num_samples=3).generate(data)
+    samples = make(seed=3, num_generations=3).generate(data)
     repeated = make(seed=3).generate(data.repeat_interleave(3))
     assert torch.equal(samples["output_ids"], repeated["output_ids"])
     assert samples["id"] == repeated["id"]
@@ -209,7 +209,7 @@ def test_samples_equal_a_batch_that_was_repeated_before(make):
 
 def test_samples_of_a_row_with_a_seed_of_its_own_differ_and_repeat(make):
     data = prompts([5], [8], seed=torch.tensor([3, 30]))
-    first, second = (make(num_samples=3).generate(data)["output_ids"] for _ in range(2))
+    first, second = (make(num_generations=3).generate(data)["output_ids"] for _ in range(2))
     assert torch.equal(first, second)
     assert len({tuple(row) for row in first.tolist()}) == 6
 

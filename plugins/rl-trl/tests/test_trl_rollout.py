@@ -230,7 +230,7 @@ CONTRADICTIONS = [
     ({"max_completion_length": 9}, {}, "max_completion_length 9, the engine has max_new_tokens 8"),
     ({"generation_kwargs": {"num_beams": 2}}, {}, "generation_kwargs {'num_beams': 2}"),
     ({}, {"do_sample": False}, "do_sample True, the engine has do_sample False"),
-    ({}, {"num_samples": 4}, "the engine has num_samples 4"),
+    ({}, {"num_generations": 4}, "the engine has num_generations 4"),
     ({}, {"stop_token_ids": [7]}, r"eos_token_ids [1], the engine has stop_token_ids [1, 7]"),
     ({}, {"stop_strings": ["."]}, "the engine has stop_strings ['.']"),
 ]

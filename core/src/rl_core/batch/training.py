@@ -34,11 +34,11 @@ class Completion(NamedTuple):
 
 
 def completions(
-    output: Mapping[str, Any], tokenizer: Any, *, num_samples: int = 1
+    output: Mapping[str, Any], tokenizer: Any, *, num_generations: int = 1
 ) -> list[Completion]:
-    """The texts of what ``generate`` returned, row by row; with the engine's ``num_samples``."""
+    """The texts of what ``generate`` returned, row by row; ``num_generations`` is the engine's."""
     _check_generated("completions", output)
-    made, size = [], as_int("num_samples", num_samples, 1)
+    made, size = [], as_int("num_generations", num_generations, 1)
     ends, counts = output["unpadded_sequence_lengths"], output["generation_lengths"]
     for row, (end, count) in enumerate(zip(ends.tolist(), counts.tolist(), strict=True)):
         parts = output["output_ids"][row, :end].split([end - count, count])
@@ -137,7 +137,7 @@ def _rows_of(key: str, given: Any, rows: int, width: int | None = None) -> torch
         raise DataError(
             f"training_batch: {key} has shape {list(values.shape)}, expected [{rows}]{per_token}",
             fix=f"give one of the {key} for each of the {rows} rows of the output; with "
-            "num_samples=n, a prompt has n rows next to each other",
+            "num_generations=n, a prompt has n rows next to each other",
             key=key,
         )
     return values

@@ -49,7 +49,7 @@ _BY_LOSS = Unsupported(
 _OF_LOSSES = AlsoCalled("beta epsilon clip_eps clip_ratio kl_coef")
 _NOT_COLD = "leave 'temperature' out, and set 'do_sample' to False or generate with greedy=True"
 _MOST_TOKENS = AlsoCalled("max_tokens max_completion_length response_length")
-_SAMPLES = AlsoCalled("n num_generations num_generations_per_prompt num_return_sequences")
+_SAMPLES = AlsoCalled("n num_samples num_generations_per_prompt num_return_sequences")
 _PER_PASS = AlsoCalled("per_device_train_batch_size micro_batch_size ppo_micro_batch_size_per_gpu")
 _SCORED = AlsoCalled("log_prob_micro_batch_size_per_gpu")
 _PASSES = AlsoCalled("gradient_accumulation_steps", "rows per pass x these steps x workers")
@@ -102,7 +102,7 @@ class GenerationConfig(TypedDict):
         logprobs_mode: ``"processed"`` (of the distribution sampled from, the default) or ``"raw"``
             (log-softmax of the logits).
         max_model_len: Upper bound on prompt plus generated tokens. Default: the model's.
-        num_samples: Completions per prompt, laid out as ``repeat_interleave``. Default 1.
+        num_generations: Completions per prompt, laid out as ``repeat_interleave``. Default 1.
         call_deadline_s: Seconds that one call of ``generate`` may take, the wait for its turn
             included; its rows are then given up. Default: no limit.
         colocated: See :class:`ColocationConfig`. Default: enabled.
@@ -124,7 +124,7 @@ class GenerationConfig(TypedDict):
     logprobs_mode: NotRequired[Literal["processed", "raw"]]
     logprobs: NotRequired[Annotated[Any, _ALWAYS_THERE]]
     max_model_len: NotRequired[Annotated[int | None, Range(ge=1), AlsoCalled("max_length")]]
-    num_samples: NotRequired[Annotated[int, Range(ge=1), _SAMPLES]]
+    num_generations: NotRequired[Annotated[int, Range(ge=1), _SAMPLES]]
     call_deadline_s: NotRequired[Annotated[float | None, Range(gt=0)]]
     colocated: NotRequired[ColocationConfig | None]
 

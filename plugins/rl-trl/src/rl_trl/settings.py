@@ -72,7 +72,7 @@ def check_settings(trainer: Any, generation: Any) -> None:
         ("max_completion_length", args.max_completion_length, "max_new_tokens", most),
         ("generation_kwargs", args.generation_kwargs or {}, "generation_kwargs", {}),
         ("do_sample", True, "do_sample", not engine.greedy),
-        ("rows per prompt, which it repeats itself,", 1, "num_samples", engine.num_samples),
+        ("rows per prompt, which it repeats itself,", 1, "num_generations", engine.num_generations),
         ("eos_token_ids", stops[0], "stop_token_ids", stops[1]),
         ("stop_strings", [], "stop_strings", stop_strings),
     ]  # fmt: skip

@@ -71,7 +71,7 @@ _LOOK = {
     "G14": "the state that generate checks first; shutdown (on_shutdown)",
     "G15": "generate: weights_version, weights_origin",
     "G16": "generate_async: what it yields and when (complete, row_engine)",
-    "G17": "generate(num_samples=n)",
+    "G17": "generate(num_generations=n)",
     "G18": "generate from several threads (row_engine, call_deadline_s)",
     "P1": "get_logprobs: the shift by one token, temperature, dtype of the softmax",
     "P2": "get_logprobs(micro_batch_size=...): padding, packing, the order of the rows",

@@ -225,7 +225,7 @@ class SamplesAreDealtInRounds(ReferenceGeneration):
     """The first samples of all prompts come first."""
 
     def generate(self, data: Any, greedy: bool = False) -> Any:
-        output, count = super().generate(data, greedy), self.sampling.num_samples
+        output, count = super().generate(data, greedy), self.sampling.num_generations
         if count == 1:
             return output
         order = torch.arange(output.size).view(-1, count).t().flatten()

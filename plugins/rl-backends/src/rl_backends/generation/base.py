@@ -254,7 +254,7 @@ class GenerationBackend(TakesWeights, GenerationInterface):
         """Checks a call; rows count in the order in which calls begin, refused or not."""
         check_greedy(greedy)
         sampling = greedy_params(self.sampling) if greedy or self.sampling.greedy else self.sampling
-        data = repeat_for_samples(as_batch(data, needed_by=method), sampling.num_samples)
+        data = repeat_for_samples(as_batch(data, needed_by=method), sampling.num_generations)
         first = self._streams.first_of(data, sampling)
         self._check_awake(method)
         prompts = PromptBatch.from_data(

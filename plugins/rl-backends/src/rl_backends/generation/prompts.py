@@ -273,7 +273,7 @@ def assemble_row(
     return output
 
 
-def repeat_for_samples(data: BatchedDataDict[Any], num_samples: int) -> BatchedDataDict[Any]:
+def repeat_for_samples(data: BatchedDataDict[Any], num_generations: int) -> BatchedDataDict[Any]:
     """A row for each sample; a batch without any keys is one without rows.
 
     Sample k of a row with a ``seed`` of its own draws from ``seed + k``: samples that are all alike
@@ -282,19 +282,19 @@ def repeat_for_samples(data: BatchedDataDict[Any], num_samples: int) -> BatchedD
     if not data:
         nothing = torch.zeros(0, 0, dtype=torch.int64)
         return BatchedDataDict({"input_ids": nothing, "input_lengths": nothing.view(0)})
-    if num_samples == 1:
+    if num_generations == 1:
         return data
     ids, memory = data.get("input_ids"), os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    if isinstance(ids, torch.Tensor) and 8 * ids.numel() * num_samples > memory:
+    if isinstance(ids, torch.Tensor) and 8 * ids.numel() * num_generations > memory:
         raise DataError(
-            f"{len(ids)} prompts x {num_samples} samples, {ids.shape[-1]} tokens wide, do not fit "
-            f"into the {memory >> 30} GiB of this host",
-            fix="set a smaller num_samples, or call generate several times",
-            key="num_samples",
+            f"{len(ids)} prompts x {num_generations} samples, {ids.shape[-1]} tokens wide, do not "
+            f"fit into the {memory >> 30} GiB of this host",
+            fix="set a smaller num_generations, or call generate several times",
+            key="num_generations",
         )
-    rows = data.repeat_interleave(num_samples)
+    rows = data.repeat_interleave(num_generations)
     if isinstance(seeds := rows.get("seed"), torch.Tensor) and seeds.dim() == 1:
-        rows["seed"] = seeds + torch.arange(len(seeds)) % num_samples
+        rows["seed"] = seeds + torch.arange(len(seeds)) % num_generations
     return rows
 
 

@@ -49,7 +49,7 @@ class SamplingParams(msgspec.Struct, array_like=True, frozen=True):
         stop_token_ids: Tokens that end a row and are kept.
         logprobs_mode: ``"processed"`` or ``"raw"``.
         max_new_tokens: Upper bound on generated tokens per row.
-        num_samples: Completions per prompt.
+        num_generations: Completions per prompt.
         seed: Base seed, or None for a fresh one per call.
     """
 
@@ -61,7 +61,7 @@ class SamplingParams(msgspec.Struct, array_like=True, frozen=True):
     stop_token_ids: tuple[int, ...] = ()
     logprobs_mode: str = "processed"
     max_new_tokens: int = 128
-    num_samples: int = 1
+    num_generations: int = 1
     seed: int | None = None
 
     @property
@@ -86,7 +86,7 @@ class SamplingParams(msgspec.Struct, array_like=True, frozen=True):
             stop_token_ids=tuple(stops),
             logprobs_mode=config.get("logprobs_mode", "processed"),
             max_new_tokens=config.get("max_new_tokens", 128),
-            num_samples=config.get("num_samples", 1),
+            num_generations=config.get("num_generations", 1),
             seed=config.get("seed"),
         )
 

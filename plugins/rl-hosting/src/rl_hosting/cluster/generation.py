@@ -65,7 +65,7 @@ class RemoteGeneration(RemoteBackend, TakesWeights, GenerationInterface):
 
     def _worker_config(self) -> dict[str, Any]:
         # Samples are multiplied here: a replica completes each of its rows once.
-        return {key: value for key, value in self.config.items() if key != "num_samples"}
+        return {key: value for key, value in self.config.items() if key != "num_generations"}
 
     # -- generation -----------------------------------------------------------------------------
 
@@ -187,7 +187,7 @@ class RemoteGeneration(RemoteBackend, TakesWeights, GenerationInterface):
         """Checks the batch, and fixes what its rows draw from."""
         check_greedy(greedy)
         sampling = greedy_params(self.sampling) if greedy or self.sampling.greedy else self.sampling
-        data = repeat_for_samples(as_batch(data, needed_by=method), sampling.num_samples)
+        data = repeat_for_samples(as_batch(data, needed_by=method), sampling.num_generations)
         stops = self.config.get("stop_strings") or ()
         first = self._streams.first_of(data, sampling)
         checked = PromptBatch.from_data(data, sampling, self.facts, stops, first_stream=first)

@@ -159,7 +159,7 @@ def samples_are_laid_out_as_repeat_interleave(ctx: Context) -> None:
     """Greedy samples of each prompt stand side by side."""
     rows = ctx.certain(3, 9, 5)
     data = ctx.batch([row.prompt for row in rows], label=["a", "b", "c"])
-    several = ctx.generation(num_samples=3, max_new_tokens=4).generate(data, greedy=True)
+    several = ctx.generation(num_generations=3, max_new_tokens=4).generate(data, greedy=True)
     single = ctx.generation(max_new_tokens=4).generate(data.repeat_interleave(3), greedy=True)
     same_tensor(several["output_ids"], single["output_ids"], "output_ids")
     require(several["label"] == single["label"], "the carried keys are not repeated alike")
@@ -170,7 +170,7 @@ def samples_of_a_prompt_are_independent(ctx: Context) -> None:
     """Sampled completions of one prompt differ; sample k equals a row with the seed plus k."""
     data = ctx.prompts(5, 7, 3, 6)
     data["seed"] = torch.arange(4) * 1000
-    several = ctx.generation(num_samples=8, **_HOT).generate(data)
+    several = ctx.generation(num_generations=8, **_HOT).generate(data)
     repeated = data.repeat_interleave(8)
     repeated["seed"] += torch.arange(8).repeat(4)
     single = ctx.generation(seed=7, **_HOT).generate(repeated)
@@ -181,9 +181,9 @@ def samples_of_a_prompt_are_independent(ctx: Context) -> None:
 
 @refusal("generation", "multi_sample")
 def several_samples_are_refused(ctx: Context) -> None:
-    """A backend without multi_sample refuses num_samples above 1."""
+    """A backend without multi_sample refuses num_generations above 1."""
     with raises(CapabilityError):
-        generation = ctx.fresh_generation(num_samples=2)
+        generation = ctx.fresh_generation(num_generations=2)
         generation.prepare_for_generation()
         generation.generate(ctx.prompts(5), greedy=True)
 
@@ -471,7 +471,7 @@ def sample_k_draws_from_seed_plus_k(ctx: Context) -> None:
     count = 5
     data = ctx.prompts(5, 7, 3, 6)
     data["seed"] = torch.tensor([0, 100, 2**31 - 2, 7])
-    several = ctx.generation(num_samples=count, **_CONFIG).generate(data)
+    several = ctx.generation(num_generations=count, **_CONFIG).generate(data)
     rows = data.repeat_interleave(count)
     rows["seed"] = torch.tensor([seed + k for seed in data["seed"].tolist() for k in range(count)])
     single = ctx.generation(**_CONFIG).generate(rows)
@@ -486,7 +486,7 @@ def sample_k_draws_from_seed_plus_k(ctx: Context) -> None:
 def samples_draw_as_repeated_rows_do(ctx: Context) -> None:
     """With a configured seed, sample k of row i is what row n * i + k is without samples."""
     data = ctx.prompts(5, 7)
-    several = ctx.fresh_generation(seed=13, num_samples=3, **_CONFIG)
+    several = ctx.fresh_generation(seed=13, num_generations=3, **_CONFIG)
     single = ctx.fresh_generation(seed=13, **_CONFIG)
     drawn = []
     for engine in (several, single):
@@ -505,7 +505,7 @@ def every_column_is_repeated(ctx: Context) -> None:
     data = ctx.batch([row.prompt for row in (stopped, *ctx.certain(3, 9))])
     data["stop_strings"] = [[word], None, []]
     data["score"], data["label"] = torch.arange(6.0).view(3, 2), [["a"], ["b", "c"], []]
-    several = ctx.generation(num_samples=4, max_new_tokens=4).generate(data, greedy=True)
+    several = ctx.generation(num_generations=4, max_new_tokens=4).generate(data, greedy=True)
     single = ctx.generation(max_new_tokens=4).generate(data, greedy=True).repeat_interleave(4)
     require(set(several) == set(single), f"columns {sorted(several)}, not {sorted(single)}")
     for key, value in single.items():
@@ -520,7 +520,7 @@ def every_column_is_repeated(ctx: Context) -> None:
 @check("G17")
 def unseeded_samples_differ(ctx: Context) -> None:
     """Samples without any seed are different, in one call and in the next."""
-    generation = ctx.generation(num_samples=6, **_CONFIG)
+    generation = ctx.generation(num_generations=6, **_CONFIG)
     data = ctx.prompts(5, 7)
     repeated = data.repeat_interleave(6)
     first, second = (generated(repeated, generation.generate(data)) for _ in range(2))

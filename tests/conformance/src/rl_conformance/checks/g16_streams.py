@@ -98,7 +98,7 @@ def samples_are_streamed(ctx: Context) -> None:
         raise NotRun("the backend has no multi_sample", excused=True)
     rows = [row.prompt for row in ctx.certain(3, 9, 5)]
     data = ctx.batch(rows, label=["a", "b", "c"])
-    generation = ctx.generation(num_samples=3, max_new_tokens=4)
+    generation = ctx.generation(num_generations=3, max_new_tokens=4)
     whole = generation.generate(data, greedy=True)
     streamed = asyncio.run(_collect(generation, data))
     _same_rows(ctx, data.repeat_interleave(3), streamed, whole)

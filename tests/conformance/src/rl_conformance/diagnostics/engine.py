@@ -236,7 +236,7 @@ def _engine(
     backend: str, model_name: str, cluster: Cluster | None, config: dict[str, Any]
 ) -> Generator[Any]:
     # One completion for each prompt, whose places in the output are then known.
-    config = {"backend": backend, "model_name": model_name, **config, "num_samples": 1}
+    config = {"backend": backend, "model_name": model_name, **config, "num_generations": 1}
     engine = create_generation(config, cluster)
     try:
         engine.prepare_for_generation()
