@@ -308,20 +308,6 @@ def test_dppo_drops_tokens_whose_probability_moved_too_far(call: Call) -> None:
     assert metrics["clip_fraction"] == pytest.approx(2 / 6)
 
 
-def test_rows_outside_of_the_bounds_are_dropped_and_others_keep_their_weights(call: Call) -> None:
-    rows = rows_with_ratios([[1.0, 1.0], [1.0, 1.0]], advantages=tensor([1.0, 1.0]))
-    apart = tensor([[0.0, math.log(0.5), math.log(2.0)], [0.0, math.log(3.0), 0.0]])
-    loss_fn = no_kl(
-        importance_sampling_cap=1.1,
-        importance_sampling_floor=0.9,
-        importance_sampling_outside="mask_rows",
-    )
-    generated = rows["prev_logprobs"] - apart
-    loss, metrics = call(loss_fn, generation_logprobs=generated, **rows)
-    assert loss.item() == pytest.approx(-(0.5 + 2.0) / 4)
-    assert metrics["importance_capped_fraction"] == 0.5
-
-
 def test_the_likelihood_of_rewarded_rows_is_added(call: Call) -> None:
     rows = rows_with_ratios([[1.0, 1.0], [1.0, 1.0]], advantages=tensor([0.0, 0.0]))
     loss, metrics = call(no_kl(positive_nll_weight=0.1), rewards=tensor([1.0, 0.0]), **rows)

@@ -39,11 +39,23 @@ LOSSES: dict[str, LossFunction] = {
         off_policy_mask_threshold=0.1,
         positive_nll_weight=0.2,
     ),
-    "mask-rows": GRPOLossFn(
-        importance_sampling_cap=1.1,
-        importance_sampling_floor=0.9,
-        importance_sampling_outside="mask_rows",
+    "rejection": GRPOLossFn(
+        importance_sampling_cap=math.inf,
         importance_sampling_weight="sequence",
+        rejection="seq_mean_k1",
+        rejection_min=0.9,
+        rejection_max=1.1,
+    ),
+    "vespo": GRPOLossFn(surrogate="vespo", importance_sampling_cap=1.5),
+    "dppo-kl": GRPOLossFn(
+        surrogate="dppo_kl",
+        ratio_clip_min=0.02,
+        ratio_clip_max=0.02,
+        ratio_denominator="generation_logprobs",
+        log_ratio_penalty=0.1,
+    ),
+    "reinforce": GRPOLossFn(
+        surrogate="reinforce", kl_cov_penalty=0.3, rejection="seq_max_k3", rejection_max=0.02
     ),
     "entropy": GRPOLossFn(entropy_bonus=0.1, entropy_min=1.2),
     "dpo": DPOLossFn(label_smoothing=0.1, sft_loss_weight=0.5),
@@ -57,6 +69,7 @@ LOSSES: dict[str, LossFunction] = {
     "dpo-robust": DPOLossFn(preference_loss="robust", label_smoothing=0.2),
     "dpo-exo": DPOLossFn(preference_loss="exo_pair", label_smoothing=0.2),
     "topk-mixed": TopkKLLossFn(direction="mixed", mixing=0.3),
+    "topk-whole": TopkKLLossFn(direction="mixed", renormalize="none"),
     "topk-jsd": TopkKLLossFn(direction="jsd", mixing=0.3),
     "topk-kl": TopkKLLossFn(),
     "topk-kl-reverse": TopkKLLossFn(direction="reverse", loss_type=SEQUENCE),
@@ -92,6 +105,7 @@ def make_rows(seed: int, pairs: int, width: int) -> BatchedDataDict[Any]:
         advantages=normal(rows),
         prev_logprobs=inputs + 0.2 * normal(rows, width),
         generation_logprobs=inputs + 0.3 * normal(rows, width),
+        high_covariance=coin(rows, width).bool(),
         reference_policy_logprobs=(inputs + 0.4 * normal(rows, width)) * scored,
         teacher_topk_logits=teacher.values,
         teacher_topk_indices=teacher.indices,
@@ -211,7 +225,7 @@ def test_a_batch_without_anything_valid_has_loss_zero_and_gradient_zero(
 
 
 # These have gradients that are not their values' by design, and tests of their own.
-SURROGATE = {"grpo-on-policy", "cispo", "sapo", "dppo"}
+SURROGATE = {"grpo-on-policy", "cispo", "sapo", "dppo", "dppo-kl", "vespo"}
 
 
 @pytest.mark.parametrize("name", sorted(LOSSES.keys() - SURROGATE))

@@ -197,3 +197,41 @@ def test_jsd_is_that_of_gkd_over_the_topk(call: Call) -> None:
     m = 0.3 * p + 0.7 * q
     expected = 0.3 * (p * (p / m).log()).sum() + 0.7 * (q * (q / m).log()).sum()
     assert loss.item() == pytest.approx(expected.item())
+
+
+@pytest.mark.parametrize("zero_outside_topk", [True, False])
+@pytest.mark.parametrize("direction", ["forward", "reverse", "mixed"])
+def test_renormalize_covers_both_distillations_of_nemo_rl(
+    call: Call, direction: str, zero_outside_topk: bool
+) -> None:
+    generator = torch.Generator().manual_seed(3)
+    logits = torch.randn(1, 2, 9, generator=generator, dtype=torch.float64, requires_grad=True)
+    teacher = torch.randn(1, 1, 9, generator=generator, dtype=torch.float64).topk(4)
+    whole = logits[0, 0].log_softmax(-1)
+    chosen = teacher.indices[0, 0]
+    student = whole[chosen] if zero_outside_topk else logits[0, 0][chosen].log_softmax(-1)
+    other = teacher.values[0, 0].log_softmax(-1)
+    forward = (other.exp() * (other - student)).sum()
+    reverse = (student.exp() * (student - other)).sum()
+    if zero_outside_topk:
+        outside = torch.ones(9, dtype=torch.bool)
+        outside[chosen] = False
+        rest = whole[outside]
+        reverse = reverse + (rest.exp() * (rest + 100)).sum()
+    mixed = 0.3 * forward + 0.7 * reverse
+    expected = {"forward": forward, "reverse": reverse, "mixed": mixed}[direction]
+    loss_fn = TopkKLLossFn(
+        direction=direction,  # type: ignore[arg-type]
+        renormalize="none" if zero_outside_topk else "both",
+        **({"mixing": 0.3} if direction == "mixed" else {}),
+    )
+    loss, _ = call(
+        loss_fn,
+        logits,
+        teacher_topk_logits=teacher.values,
+        teacher_topk_indices=teacher.indices,
+    )
+    torch.testing.assert_close(loss, expected)
+    torch.testing.assert_close(
+        torch.autograd.grad(loss, logits), torch.autograd.grad(expected, logits)
+    )

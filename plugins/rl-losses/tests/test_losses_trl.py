@@ -54,6 +54,10 @@ def trl_loss(rows: dict[str, torch.Tensor], options: dict[str, Any]) -> Any:
         "delta": None,
         "sapo_temperature_pos": 1.0,
         "sapo_temperature_neg": 1.05,
+        "vespo_k_pos": 2.0,
+        "vespo_lambda_pos": 3.0,
+        "vespo_k_neg": 3.0,
+        "vespo_lambda_neg": 2.0,
         "steps_per_generation": 1,
     }
     trainer = {
@@ -90,6 +94,7 @@ def trl_loss(rows: dict[str, torch.Tensor], options: dict[str, Any]) -> Any:
         _entropy_bonus_enabled=trainer["entropy_coef"] > 0,
         _metrics=defaultdict(lambda: defaultdict(list)),
         get_off_policy_mask=GRPOTrainer.get_off_policy_mask,
+        get_gamma_weights=GRPOTrainer.get_gamma_weights,
         _get_per_token_logps_and_entropies=lambda *_, **__: (logps, entropies, None),
     )
     me.get_high_entropy_mask = lambda *a: GRPOTrainer.get_high_entropy_mask(me, *a)
@@ -182,6 +187,29 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"loss_type": "sapo", "sapo_temperature_pos": 2.0, "sapo_temperature_neg": 3.0},
         SEQUENCE | {"surrogate": "sapo", "sapo_temperature_pos": 2.0, "sapo_temperature_neg": 3.0},
     ),
+    "vespo": ({"loss_type": "vespo"}, {"surrogate": "vespo"}),
+    "vespo-options": (
+        {
+            "loss_type": "vespo",
+            "vespo_k_pos": 1.0,
+            "vespo_lambda_pos": 0.5,
+            "vespo_k_neg": 1.5,
+            "vespo_lambda_neg": 0.7,
+        },
+        {"surrogate": "vespo", "vespo_pos": (1.0, 0.5), "vespo_neg": (1.5, 0.7)},
+    ),
+    **{
+        f"vespo-{outside}": (
+            {"loss_type": "vespo", "is_ratio": is_ratio("token", outside, 0.8, 1.2)},
+            {
+                "surrogate": "vespo",
+                "importance_sampling_cap": 1.2,
+                "importance_sampling_floor": 0.8,
+                "importance_sampling_outside": outside,
+            },
+        )
+        for outside in ("truncate", "mask")
+    },
     "delta": ({"delta": 1.4}, {"ratio_clip_c": 1.4}),
     "kl": ({"beta": 0.04}, KL | {"kl_gradient": "ratio"}),
     "kl-of-the-estimate": ({"beta": 0.04, "use_bias_correction_kl": False}, KL),

@@ -97,6 +97,35 @@ def test_dpo_and_sft_lower_their_loss(method: str, model: Path, tmp_path: Path) 
         assert outcome.metrics["rewards/margins"] > 0
 
 
+@pytest.mark.parametrize(
+    ("advantages", "loss"),
+    [
+        ({"name": "gdpo", "weights": [2.0]}, {"surrogate": "vespo"}),
+        (
+            {"name": "pass_at_k", "normalize_std": False},
+            {
+                "surrogate": "dppo",
+                "ratio_denominator": "generation_logprobs",
+                "log_ratio_penalty": 1e-3,
+            },
+        ),
+    ],
+)
+def test_losses_and_advantages_are_chosen_by_name(
+    advantages: dict[str, Any], loss: dict[str, Any], model: Path, tmp_path: Path
+) -> None:
+    grpo = {"num_generations": 4, "updates": 2, "advantages": advantages}
+    config = configured(model, tmp_path, steps=1, grpo=grpo, loss=loss, evaluation={})
+    assert train(config, rows=ROWS).metrics["grad_norm"] > 0
+
+
+def test_advantages_are_checked_before_a_run(model: Path, tmp_path: Path) -> None:
+    for wrong, key in (({"name": "gae"}, "name"), ({"weights": [1.0]}, "weights")):
+        with pytest.raises(ConfigError) as caught:
+            train(configured(model, tmp_path, grpo={"advantages": wrong}), rows=ROWS)
+        assert caught.value.details["key"] == f"grpo.advantages.{key}"
+
+
 _RESUMED = """
 import json, os, signal, sys
 from rl_train import train

@@ -5,6 +5,7 @@ checked there, and it works with any policy backend.
 """
 
 from rl_losses.advantages import (
+    AdvantageEstimator,
     gdpo_advantages,
     groups_without_spread,
     grpo_advantages,
@@ -18,8 +19,10 @@ from rl_losses.dpo import DPOLossFn
 from rl_losses.grpo import GRPOLossFn
 from rl_losses.kl import kl_penalty
 from rl_losses.nll import NLLLossFn
+from rl_losses.tokens import high_covariance, optimal_token_baseline_advantages, whiten
 
 __all__ = [
+    "AdvantageEstimator",
     "DPOLossFn",
     "GRPOLossFn",
     "NLLLossFn",
@@ -27,9 +30,12 @@ __all__ = [
     "gdpo_advantages",
     "groups_without_spread",
     "grpo_advantages",
+    "high_covariance",
     "kl_penalty",
     "opo_advantages",
+    "optimal_token_baseline_advantages",
     "overlong_penalty",
     "pass_at_k_advantages",
     "reinforce_plus_plus_advantages",
+    "whiten",
 ]

@@ -34,6 +34,10 @@ _SOURCES = {
         'set data["generation_logprobs"] = output["logprobs"], where generation.generate(...) '
         "returned output"
     ),
+    "high_covariance": (
+        'before training, set data["high_covariance"] = rl_losses.high_covariance('
+        'data["advantages"], data["prev_logprobs"], data["token_mask"])'
+    ),
     "teacher_topk_logits": (
         'set data["teacher_topk_logits"] = teacher.get_topk_logits(data, k)["topk_logits"]'
     ),

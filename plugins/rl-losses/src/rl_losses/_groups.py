@@ -2,19 +2,34 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TypedDict
 
 import torch
 
 from rl_core.errors import ConfigError, DataError
 
-if TYPE_CHECKING:
-    from collections.abc import Sequence
+__all__ = ["Columns", "Grouping", "Groups", "Numbers", "read_rows"]
 
-    Numbers = torch.Tensor | Sequence[float]
+Numbers = torch.Tensor | Sequence[float]
+Columns = torch.Tensor | Sequence[Sequence[float]]
 
-__all__ = ["Groups", "read_rows"]
+
+class Grouping(TypedDict, total=False):
+    """Which rows are a group, and which count.
+
+    Attributes:
+        group_size: Rows of a group. Give this or ``prompt_ids``.
+        prompt_ids: ``[B]`` or ``[B, S]``.
+        sample_mask: ``[B]`` rows that count.
+        ignore_nan: Rows whose reward is NaN do not count; otherwise they are refused.
+    """
+
+    group_size: int | None
+    prompt_ids: Numbers | None
+    sample_mask: Numbers | None
+    ignore_nan: bool
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,10 +64,10 @@ class Groups:
             rewards: ``[B]``, or ``[B, K]`` with ``dims`` 2.
             caller: That function, for messages.
             dims: Of the rewards.
-            group_size: See :class:`rl_losses.advantages.Grouping`, here and below.
+            group_size: See :class:`Grouping`, here and below.
             prompt_ids: ``[B]`` or ``[B, S]``, or None.
             sample_mask: ``[B]``, or None.
-            ignore_nan: Rows with a reward of NaN do not count; otherwise they are refused.
+            ignore_nan: The same.
 
         Raises:
             ConfigError: Both or none of ``group_size`` and ``prompt_ids`` are given.
@@ -73,7 +88,8 @@ class Groups:
             valid = read_rows("sample_mask", sample_mask, values, caller) != 0
         columns = values.double() if dims == 2 else values.double()[:, None]
         if ignore_nan:
-            valid = valid & ~columns.isnan().any(dim=1)
+            valid = valid & ~columns.isnan().all(dim=1)
+            columns = columns.nan_to_num(nan=0.0, posinf=torch.inf, neginf=-torch.inf)
         wrong = valid & ~columns.isfinite().all(dim=1)
         if wrong.any():
             row = int(wrong.nonzero()[0, 0])
@@ -88,7 +104,7 @@ class Groups:
         return cls(rewards=kept if dims == 2 else kept[:, 0], numbers=numbers, valid=valid)
 
     def sum(self, values: torch.Tensor) -> torch.Tensor:
-        """``[B]`` the sum of ``[B]`` values over each row's group."""
+        """``[B, ...]`` the sum of ``[B, ...]`` values over each row's group."""
         return torch.zeros_like(values).index_add(0, self.numbers, values)[self.numbers]
 
     @property

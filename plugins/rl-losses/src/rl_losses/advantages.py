@@ -12,19 +12,23 @@ fill the batch, or a valid reward is not finite. To bound advantages, clamp what
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal, TypedDict, Unpack
+import inspect
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal, Self, Unpack, get_type_hints
 
 import torch
 
-from rl_core.errors import DataError
-from rl_losses._groups import Groups, read_rows
+from rl_core.config import check_config, nearest
+from rl_core.errors import ConfigError, DataError
+from rl_losses._groups import Columns, Grouping, Groups, Numbers, read_rows
+from rl_losses.tokens import whiten
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from rl_losses._groups import Numbers
+    from collections.abc import Callable, Mapping
 
 __all__ = [
+    "ESTIMATORS",
+    "AdvantageEstimator",
     "Grouping",
     "gdpo_advantages",
     "groups_without_spread",
@@ -36,33 +40,15 @@ __all__ = [
 ]
 
 
-class Grouping(TypedDict, total=False):
-    """Which rows are a group, and which count.
-
-    Attributes:
-        group_size: Rows of a group. Give this or ``prompt_ids``.
-        prompt_ids: ``[B]`` or ``[B, S]``.
-        sample_mask: ``[B]`` rows that count.
-        ignore_nan: Rows of which a reward is NaN do not count.
-    """
-
-    group_size: int | None
-    prompt_ids: Numbers | None
-    sample_mask: Numbers | None
-    ignore_nan: bool
-
-
 def grpo_advantages(
     rewards: Numbers,
     *,
-    group_size: int | None = None,
-    prompt_ids: Numbers | None = None,
     normalize_std: bool = True,
-    std_over: Literal["group", "batch"] = "group",
+    std_over: Literal["group", "others", "batch"] = "group",
     leave_one_out_baseline: bool = False,
-    sample_mask: Numbers | None = None,
-    ignore_nan: bool = False,
+    baseline: Numbers | None = None,
     eps: float = 1e-6,
+    **grouping: Unpack[Grouping],
 ) -> torch.Tensor:
     """Rewards less their group's baseline, optionally over a standard deviation.
 
@@ -75,42 +61,42 @@ def grpo_advantages(
 
     Args:
         rewards: ``[B]`` one for each row.
-        group_size: Rows of a group. Give this or ``prompt_ids``.
-        prompt_ids: ``[B]`` or ``[B, S]``.
-        normalize_std: Divide by the standard deviation.
-        std_over: Of the rewards of the group, or of the whole batch.
+        normalize_std: Divide by the standard deviation, unless it is 0.
+        std_over: Of the rewards of the group, of the others in the group (as NeMo RL has it
+            together with ``leave_one_out_baseline``), or of the whole batch.
         leave_one_out_baseline: The baseline leaves the row itself out.
-        sample_mask: ``[B]`` rows that count.
-        ignore_nan: Rows whose reward is NaN do not count.
-        eps: Keeps groups whose rewards are all equal at 0. TRL has 1e-4.
+        baseline: ``[B]`` what is subtracted instead, such as the rewards of greedy answers to the
+            same prompts (ReMax; Li et al. 2023, arXiv 2310.10505), with ``normalize_std=False``.
+        eps: Is added to the standard deviation. TRL has 1e-4.
+        **grouping: See :class:`Grouping`.
 
     Returns:
-        ``[B]`` float32. A group with one valid row has no baseline and gets 0.
-
-    Raises:
-        ConfigError: Both or none of ``group_size`` and ``prompt_ids`` are given.
-        DataError: Shapes disagree, groups do not fill the batch, or a valid reward is not finite.
+        ``[B]`` float32. A group with one valid row gets 0, unless ``baseline`` is given.
     """
-    groups = Groups.read(
-        rewards,
-        group_size=group_size,
-        prompt_ids=prompt_ids,
-        sample_mask=sample_mask,
-        ignore_nan=ignore_nan,
-        caller="grpo_advantages",
-    )
-    advantages = groups.centred(groups.rewards)
-    if leave_one_out_baseline:
+    groups = Groups.read(rewards, **grouping, caller="grpo_advantages")
+    centred = advantages = groups.centred(groups.rewards)
+    others = (groups.size - 1).clamp(min=1)
+    if baseline is not None:
+        given = read_rows("baseline", baseline, groups.rewards, "grpo_advantages")
+        advantages = groups.keep(groups.rewards - given)
+    elif leave_one_out_baseline:
         # r_i less the mean of the others is (r_i - mean) n / (n - 1).
-        advantages = advantages * groups.size / (groups.size - 1).clamp(min=1)
+        advantages = advantages * groups.size / others
     if normalize_std:
         whole = Groups(
             rewards=groups.rewards,
             numbers=torch.zeros_like(groups.numbers),
             valid=groups.valid,
         )
-        deviation = {"group": groups, "batch": whole}[std_over].std(groups.rewards)
-        advantages = advantages / (deviation + eps)
+        if std_over == "others":
+            # Squares about the mean of n rows, less row i's part: those of the others about theirs.
+            squares = groups.sum(centred.square())
+            left = squares - centred.square() * groups.size / others
+            left = torch.where(left > 1e-12 * squares, left, 0.0)
+            deviation = (left / (groups.size - 2).clamp(min=1)).sqrt()
+        else:
+            deviation = {"group": groups, "batch": whole}[std_over].std(groups.rewards)
+        advantages = advantages / torch.where(deviation > 0, deviation + eps, 1.0)
     return advantages.float()
 
 
@@ -132,11 +118,7 @@ def opo_advantages(
     Returns:
         ``[B]`` float32.
     """
-    groups = Groups.read(
-        rewards,
-        **grouping,
-        caller="opo_advantages",
-    )
+    groups = Groups.read(rewards, **grouping, caller="opo_advantages")
     tokens = read_rows("lengths", lengths, groups.rewards, "opo_advantages").double()
     return groups.centred(groups.rewards, groups.keep(tokens)).float()
 
@@ -162,11 +144,7 @@ def pass_at_k_advantages(
     Returns:
         ``[B]`` float32.
     """
-    groups = Groups.read(
-        rewards,
-        **grouping,
-        caller="pass_at_k_advantages",
-    )
+    groups = Groups.read(rewards, **grouping, caller="pass_at_k_advantages")
     same = groups.numbers[:, None] == groups.numbers
     others = same & groups.valid & ~torch.eye(len(same), dtype=torch.bool, device=same.device)
     second = torch.where(others, groups.rewards, -torch.inf)
@@ -200,37 +178,34 @@ def reinforce_plus_plus_advantages(
         ``[B]`` float32.
     """
     caller = "reinforce_plus_plus_advantages"
-    groups = Groups.read(
-        rewards,
-        **grouping,
-        caller=caller,
-    )
+    groups = Groups.read(rewards, **grouping, caller=caller)
     weights = groups.valid.double()
     if lengths is not None:
         weights = groups.keep(read_rows("lengths", lengths, groups.rewards, caller).double())
-    total = weights.sum().clamp(min=1)
-    centred = groups.centred(groups.rewards)
-    centred = groups.keep(centred - (centred * weights).sum() / total)
-    variance = (centred.square() * weights).sum() / total
-    return (centred * variance.clamp(min=1e-8).rsqrt()).float()
+    return whiten(groups.centred(groups.rewards), weights).float()
 
 
 def gdpo_advantages(
-    rewards: torch.Tensor | Sequence[Sequence[float]],
+    rewards: Columns,
     *,
-    weights: Sequence[float] | None = None,
+    weights: list[float] | None = None,
+    std_over: Literal["group", "others"] = "group",
+    leave_one_out_baseline: bool = False,
     eps: float = 1e-6,
     **grouping: Unpack[Grouping],
 ) -> torch.Tensor:
     """Several rewards, each normalised within its group before they are added up.
 
-    ``S_i = sum_k w_k (r_ik - mean_group(r_k)) / (std_group(r_k) + eps)``, and
+    ``S_i = sum_k w_k GRPO_ik`` with the advantages of :func:`grpo_advantages`, and
     ``A_i = (S_i - mean(S)) / (std(S) + eps)`` over the batch: no component drowns out the others.
     Source: 2026, "GDPO", arXiv 2601.05242. It is TRL's ``normalize_then_sum``.
 
     Args:
-        rewards: ``[B, K]`` one for each row and component.
+        rewards: ``[B, K]`` one for each row and component. With ``ignore_nan`` a component of NaN
+            adds nothing, and rows without any reward do not count.
         weights: K factors; 1 each by default.
+        std_over: See :func:`grpo_advantages`.
+        leave_one_out_baseline: The same.
         eps: Is added to standard deviations. TRL has 1e-4.
         **grouping: See :class:`Grouping`.
 
@@ -240,23 +215,23 @@ def gdpo_advantages(
     Raises:
         DataError: There are not K weights.
     """
-    groups = Groups.read(
-        rewards,
-        **grouping,
-        caller="gdpo_advantages",
-        dims=2,
-    )
-    components = groups.rewards.unbind(dim=1)
-    factors = [1.0] * len(components) if weights is None else list(weights)
+    groups = Groups.read(rewards, **grouping, caller="gdpo_advantages", dims=2)
+    components = torch.as_tensor(rewards).unbind(dim=1)
+    factors = [1.0] * len(components) if weights is None else weights
     if len(factors) != len(components):
         raise DataError(
             f"gdpo_advantages: {len(factors)} weights for {len(components)} rewards of a row",
             fix="give one weight for each component",
             key="weights",
         )
+    how: dict[str, Any] = {
+        "std_over": std_over,
+        "leave_one_out_baseline": leave_one_out_baseline,
+        "eps": eps,
+    }
     summed = torch.zeros_like(groups.rewards[:, 0])
     for factor, one in zip(factors, components, strict=True):
-        summed = summed + factor * groups.centred(one) / (groups.std(one) + eps)
+        summed = summed + factor * grpo_advantages(one, **how, **grouping)
     whole = Groups(rewards=summed, numbers=torch.zeros_like(groups.numbers), valid=groups.valid)
     return (whole.centred(summed) / (whole.std(summed) + eps)).float()
 
@@ -277,11 +252,7 @@ def groups_without_spread(
     Returns:
         ``[B]`` bool; True for all rows of a group with one reward, with one valid row or without.
     """
-    groups = Groups.read(
-        rewards,
-        **grouping,
-        caller="groups_without_spread",
-    )
+    groups = Groups.read(rewards, **grouping, caller="groups_without_spread")
     _, first = torch.unique(groups.rewards, return_inverse=True)
     count = int(groups.numbers.max()) + 1 if len(first) else 0
     least = torch.full((count,), len(first), device=first.device)
@@ -310,3 +281,79 @@ def overlong_penalty(
     """
     excess = torch.as_tensor(lengths).double() - (max_length - buffer)
     return (-penalty * (excess / buffer).clamp(0, 1)).float()
+
+
+#: Advantages by name, for :class:`AdvantageEstimator`.
+ESTIMATORS: dict[str, Callable[..., torch.Tensor]] = {
+    "grpo": grpo_advantages,
+    "opo": opo_advantages,
+    "pass_at_k": pass_at_k_advantages,
+    "reinforce_plus_plus": reinforce_plus_plus_advantages,
+    "gdpo": gdpo_advantages,
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdvantageEstimator:
+    """A function of this module by its name, with options that were checked.
+
+    Attributes:
+        name: Of :data:`ESTIMATORS`.
+        options: Keyword arguments of the function.
+    """
+
+    name: str
+    options: dict[str, Any]
+
+    @classmethod
+    def from_config(cls, config: Mapping[str, Any]) -> Self:
+        """Reads a mapping such as ``{"name": "pass_at_k", "normalize_std": False}``.
+
+        Args:
+            config: ``name`` (default ``"grpo"``) and options of that function.
+
+        Raises:
+            ConfigError: The name or an option is unknown, or an option is of the wrong type.
+        """
+        options = dict(config)
+        name = options.pop("name", "grpo")
+        if name not in ESTIMATORS:
+            close = nearest(str(name), ESTIMATORS)
+            raise ConfigError(
+                f"advantages: there is no {name!r}"
+                + (f", did you mean {close!r}" if close else ""),
+                fix=f"set 'name' to one of {', '.join(ESTIMATORS)}",
+                key="name",
+            )
+        function = ESTIMATORS[name]
+        hints = get_type_hints(function)
+        given = ("rewards", "lengths", "baseline", "grouping", "return")
+        spec = {key: hint for key, hint in hints.items() if key not in given} | {"ignore_nan": bool}
+        checked = check_config(
+            type(name, (), {"__annotations__": spec}), options, what=f"advantages {name!r}"
+        )
+        return cls(name=name, options=checked)
+
+    def __call__(
+        self,
+        rewards: torch.Tensor,
+        *,
+        components: torch.Tensor | None = None,
+        lengths: Numbers | None = None,
+        **grouping: Unpack[Grouping],
+    ) -> torch.Tensor:
+        """The advantages of some rows.
+
+        Args:
+            rewards: ``[B]``.
+            components: ``[B, K]``, for ``"gdpo"``.
+            lengths: ``[B]`` tokens of each answer, for those that read them.
+            **grouping: See :class:`Grouping`.
+
+        Returns:
+            ``[B]`` float32.
+        """
+        function = ESTIMATORS[self.name]
+        known = {"lengths": lengths} if "lengths" in inspect.signature(function).parameters else {}
+        given = components if self.name == "gdpo" and components is not None else rewards
+        return function(given, **known, **self.options, **grouping)

@@ -15,8 +15,6 @@ from rl_losses._base import ConfiguredLoss, read_tensor
 from rl_losses._shares import Shares, to_floats
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from rl_core.batch import BatchedDataDict
 
 __all__ = ["TopkKLLossFn", "jsd"]
@@ -42,6 +40,10 @@ class TopkKLLossFn(ConfiguredLoss):
     Attributes:
         loss_type: Whether tokens or rows weigh the same.
         direction: Which of the two comes first in the divergence, or both.
+        renormalize: In which directions the policy's probabilities are divided by those of the
+            top-k: only in the reverse one, in both, or in none. With ``"none"`` the reverse
+            divergence is over the whole vocabulary, and the teacher's log-prob of all else is -100
+            (NeMo RL's ``zero_outside_topk``). For all but ``"jsd"``.
         mixing: The share of the forward direction in ``"mixed"``; of the teacher in ``"jsd"``.
         teacher_temperature: Divides the teacher's logits once more. As the policy's do, those of
             ``get_topk_logits`` have the temperature that their own configuration says: leave it at
@@ -56,12 +58,17 @@ class TopkKLLossFn(ConfiguredLoss):
     direction: Annotated[
         Literal["forward", "reverse", "mixed", "jsd"], AlsoCalled("f_divergence_type")
     ] = "forward"
+    renormalize: Annotated[
+        Literal["reverse", "both", "none"], AlsoCalled("zero_outside_topk", "none (true) or both")
+    ] = "reverse"
     mixing: Annotated[float, Range(gt=0, lt=1), AlsoCalled("mixed_kl_weight")] = 0.5
     teacher_temperature: Annotated[float, Range(gt=0), AlsoCalled("temperature")] = 1.0
 
     def __post_init__(self) -> None:
         both = self.direction in ("mixed", "jsd")
         self._needs("direction='mixed' or 'jsd'", both, "mixing")
+        other = self.direction != "jsd"
+        self._needs("direction='forward', 'reverse' or 'mixed'", other, "renormalize")
 
     def __call__(
         self,
@@ -101,7 +108,21 @@ class TopkKLLossFn(ConfiguredLoss):
         teacher = (logits / self.teacher_temperature).log_softmax(dim=-1)
         topk = student.gather(-1, indices.long())
         zeros = inputs.new_zeros(shares.tokens.shape)
-        divergence = _DIVERGENCES[self.direction](teacher, topk, self.mixing)
+        of_topk = topk.log_softmax(dim=-1)
+        forward = _kl(teacher, of_topk if self.renormalize == "both" else topk)
+        reverse = _kl(of_topk, teacher)
+        if self.renormalize == "none":
+            # A log-prob of -inf adds nothing: its probability of 0 is exact.
+            every = (student.exp() * student.clamp(min=-1e4)).sum(dim=-1)
+            p = topk.exp()
+            rest = every - (p * topk.clamp(min=-1e4)).sum(dim=-1) + 100 * (1 - p.sum(dim=-1))
+            reverse = _kl(topk, teacher) + rest
+        divergence = {
+            "forward": lambda: forward,
+            "reverse": lambda: reverse,
+            "mixed": lambda: self.mixing * forward + (1 - self.mixing) * reverse,
+            "jsd": lambda: jsd(teacher, of_topk, self.mixing),
+        }[self.direction]()
         kl = zeros.masked_scatter(shares.tokens, divergence)
         mass = zeros.masked_scatter(shares.tokens, topk.detach().exp().sum(dim=-1))
         metrics = {"kl": shares.token_mean(kl), "teacher_mass": shares.token_mean(mass)}
@@ -157,22 +178,10 @@ def _kl(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
     return torch.where(p > 0, p * (first - second), 0.0).sum(dim=-1)
 
 
-def jsd(teacher: torch.Tensor, topk: torch.Tensor, mixing: float) -> torch.Tensor:
-    """``[n]`` divergences from the mixture of the two, the policy's renormalised over the top-k."""
-    policy = topk.log_softmax(dim=-1)
+def jsd(teacher: torch.Tensor, policy: torch.Tensor, mixing: float) -> torch.Tensor:
+    """``[n]`` divergences from the mixture of the two."""
     mixture = torch.logaddexp(teacher + math.log(mixing), policy + math.log1p(-mixing))
     return mixing * _kl(teacher, mixture) + (1 - mixing) * _kl(policy, mixture)
-
-
-#: ``[n]`` of ``[n, K]`` log-probs of the teacher and of the policy over all tokens, and ``mixing``.
-_DIVERGENCES: dict[str, Callable[[torch.Tensor, torch.Tensor, float], torch.Tensor]] = {
-    "forward": lambda teacher, topk, _: _kl(teacher, topk),
-    "reverse": lambda teacher, topk, _: _kl(topk.log_softmax(dim=-1), teacher),
-    "mixed": lambda teacher, topk, mixing: (
-        mixing * _kl(teacher, topk) + (1 - mixing) * _kl(topk.log_softmax(dim=-1), teacher)
-    ),
-    "jsd": jsd,
-}
 
 
 def _read_teacher(data: BatchedDataDict[Any], key: str, chosen: torch.Tensor) -> torch.Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -15,6 +16,9 @@ if TYPE_CHECKING:
     from rl_losses._shares import Shares
 
 __all__ = ["SURROGATES", "Step", "exp"]
+
+#: Probabilities and weights below this count as this where their logarithm is taken.
+_LEAST = 1e-8
 
 
 def exp(log_ratio: torch.Tensor) -> torch.Tensor:
@@ -37,6 +41,8 @@ class Step:
         high: ``ratio_clip_max``.
         most: ``ratio_clip_c``.
         temperatures: Of SAPO, for advantages above 0 and for the others.
+        gamma: k and lambda of VESPO, for advantages from 0 and for the others.
+        weights: ``[b, s]`` importance weights of the engine's tokens, or None.
     """
 
     shares: Shares
@@ -49,6 +55,8 @@ class Step:
     high: float
     most: float | None
     temperatures: tuple[float, float]
+    gamma: tuple[tuple[float, float], tuple[float, float]]
+    weights: torch.Tensor | None
 
 
 #: ``[b, s]`` costs, and ``[b, s]`` bool: the tokens that a bound changes.
@@ -77,7 +85,7 @@ def sapo(step: Step) -> Costs:
     positive, negative = step.temperatures
     tau = torch.where(step.advantages > 0, positive, negative).to(step.ratio)
     cost = -(4 / tau) * torch.sigmoid(tau * (step.ratio - 1)) * step.advantages
-    return cost, torch.zeros_like(cost, dtype=torch.bool)
+    return cost, _none(step)
 
 
 def gmpo(step: Step) -> Costs:
@@ -89,12 +97,50 @@ def gmpo(step: Step) -> Costs:
     return -step.advantages * ratio, (sign != 0) & (kept != step.log_ratio)
 
 
+def vespo(step: Step) -> Costs:
+    """``-sg(phi(w)) A log pi`` with one w for a row. 2026, "VESPO", arXiv 2602.10693; TRL 1.16.
+
+    ``phi(w) = exp(lambda (1 - w)) w^k``, and w is the product over a row of ratios and importance
+    weights, which therefore are not multiplied to the cost again.
+    """
+    log_w = step.shares.row_sum(step.log_ratio.detach().clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO))
+    if step.weights is not None:
+        log_w = log_w + step.shares.row_sum(step.weights.clamp(min=_LEAST).log())
+    log_w = log_w.clamp(math.log(_LEAST), MAX_LOG_RATIO)[:, None]
+    (k_pos, decay_pos), (k_neg, decay_neg) = step.gamma
+    k = torch.where(step.advantages >= 0, k_pos, k_neg)
+    decay = torch.where(step.advantages >= 0, decay_pos, decay_neg)
+    phi = (decay * (1 - log_w.exp()) + k * log_w).exp()
+    return -phi * step.advantages * step.logprobs, _none(step)
+
+
+def reinforce(step: Step) -> Costs:
+    """``-A log pi``, without a ratio. Williams 1992, "Simple Statistical Gradient-Following"."""
+    return -step.advantages * step.logprobs, _none(step)
+
+
 def dppo(step: Step) -> Costs:
     """``-sg(min(r, c)) A log pi``, unless the probability moved beyond a bound. DPPO-Binary-TV."""
     moved = step.logprobs.detach().exp() - step.previous.exp()
-    kept = torch.where(step.advantages > 0, moved <= step.high, moved >= -step.low)
-    weight = step.ratio.detach().clamp(max=step.most)
+    return _trusted(step, torch.where(step.advantages > 0, moved <= step.high, moved >= -step.low))
+
+
+def dppo_kl(step: Step) -> Costs:
+    """The same with bounds of the KL between taking a token or another: DPPO-Binary-KL."""
+    now, before = step.logprobs.detach(), step.previous
+    p, q = now.exp(), before.exp()
+    kl = q * (before - now) + (1 - q) * ((1 - q + _LEAST) / (1 - p + _LEAST)).log()
+    gained = (kl <= step.high) | (p <= q)
+    return _trusted(step, torch.where(step.advantages > 0, gained, (kl <= step.low) | (p >= q)))
+
+
+def _trusted(step: Step, kept: torch.Tensor) -> Costs:
+    weight = step.ratio.detach().clamp(max=math.inf if step.most is None else step.most)
     return torch.where(kept, -weight * step.advantages * step.logprobs, 0.0), ~kept
+
+
+def _none(step: Step) -> torch.Tensor:
+    return torch.zeros_like(step.shares.tokens)
 
 
 SURROGATES: dict[str, Callable[[Step], Costs]] = {
@@ -103,4 +149,7 @@ SURROGATES: dict[str, Callable[[Step], Costs]] = {
     "sapo": sapo,
     "gmpo": gmpo,
     "dppo": dppo,
+    "dppo_kl": dppo_kl,
+    "vespo": vespo,
+    "reinforce": reinforce,
 }

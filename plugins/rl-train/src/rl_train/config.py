@@ -43,7 +43,9 @@ class GrpoConfig(TypedDict, total=False):
         num_generations: Completions per prompt. Default 8.
         updates: Optimizer steps that the completions of a step are split into; must divide their
             number. With 1, no log-probs from before the training are needed. Default 1.
-        advantages: Options of :func:`rl_losses.grpo_advantages`.
+        advantages: ``name`` (``grpo``, ``opo``, ``pass_at_k``, ``reinforce_plus_plus`` or ``gdpo``)
+            and options of :func:`rl_losses.grpo_advantages` or another function of that name.
+            Default: those of ``grpo``.
         equal_rewards: What happens to prompts whose completions all have the same reward, and so
             have no advantage: ``"keep"`` trains on them, ``"redraw"`` takes other prompts instead.
             Default ``"keep"``.

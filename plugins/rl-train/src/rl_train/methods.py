@@ -14,7 +14,7 @@ import torch
 
 from rl_core import BatchedDataDict, training_batch
 from rl_core.errors import ConfigError
-from rl_losses import DPOLossFn, GRPOLossFn, NLLLossFn, groups_without_spread, grpo_advantages
+from rl_losses import AdvantageEstimator, DPOLossFn, GRPOLossFn, NLLLossFn, groups_without_spread
 from rl_train.data import import_function
 from rl_train.encoding import pad
 from rl_train.episodes import TurnEncoder, play, training_rows
@@ -109,17 +109,20 @@ def loss_of(config: RunConfig) -> Any:
     """The loss of the method with the options of the section ``loss``.
 
     Raises:
-        ConfigError: An option is unknown or not legal.
+        ConfigError: An option is unknown or not legal, or one of ``grpo.advantages`` is.
     """
-    options = dict(config["loss"])
+    options, section = dict(config["loss"]), "loss"
     try:
         if config["method"] == "grpo":
+            section = "grpo.advantages"
+            AdvantageEstimator.from_config(config["grpo"].get("advantages", {}))
+            section = "loss"
             options.setdefault("reference_policy_kl_penalty", 0.0)
             options.setdefault("on_policy", config["grpo"]["updates"] == 1)
             return GRPOLossFn.from_config(options)
         return _LOSSES[config["method"]].from_config(options)
     except ConfigError as error:
-        error.details["key"] = f"loss.{error.details.get('key', '')}"
+        error.details["key"] = f"{section}.{error.details.get('key', '')}"
         raise
 
 
@@ -255,15 +258,22 @@ def grpo_step(study: Study, seconds: dict[str, float]) -> tuple[dict[str, float]
     if grpo.get("truncated", "keep") == "mask":
         batch["sample_mask"] = batch["sample_mask"] * ~batch["truncated"]
     batch["rewards"] = total
-    batch["advantages"] = grpo_advantages(total, group_size=size, **grpo.get("advantages", {}))
+    batch["advantages"] = AdvantageEstimator.from_config(grpo.get("advantages", {}))(
+        total,
+        components=torch.stack(list(made.grades.each.values()), dim=1),
+        lengths=made.lengths,
+        group_size=size,
+    )
     for row, advantage in zip(made.shown, batch["advantages"].tolist(), strict=True):
         row["advantage"] = advantage
     with timed(seconds, "score"):
-        if not study.loss.on_policy or study.loss.reference_policy_kl_penalty:
+        loss = study.loss
+        previous = not loss.on_policy and loss.ratio_denominator == "prev_logprobs"
+        if previous or loss.reference_policy_kl_penalty:
             policy.prepare_for_lp_inference()
-        if not study.loss.on_policy:
+        if previous:
             batch["prev_logprobs"] = policy.get_logprobs(batch)["logprobs"]
-        if study.loss.reference_policy_kl_penalty:
+        if loss.reference_policy_kl_penalty:
             reference = policy.get_reference_policy_logprobs(batch)
             batch["reference_policy_logprobs"] = reference["reference_logprobs"]
     if grpo["updates"] > 1:
