@@ -43,10 +43,10 @@ HEAD = """# Configuration keys
 
 <!-- Written by docs/hooks/keys.py. Change the docstrings of the TypedDicts, then run it. -->
 
-The first sections are the keys of a file for `rl train`. Its sections `policy` and `generation`, and `create_policy` and
-`create_generation` in Python, take the keys of the other sections. A key that is not listed, or a value of the wrong type or
-out of range, raises `ConfigError` before a model is loaded. Only keys marked **required** must be there. `section.key` stands
-for a mapping inside the mapping.
+The first sections have the keys of a file for `rl train`. The other sections have the keys of its sections `policy` and
+`generation`, which are also those of `create_policy` and `create_generation` in Python. An unknown key, or a value of the wrong
+type or out of range, raises `ConfigError` before a model is loaded. Only the keys that are marked **required** must be there.
+`section.key` is a key of a mapping inside the mapping. The [glossary](../guide/terms.md) explains the words.
 
 ```python
 from rl_core import create_policy
@@ -62,7 +62,7 @@ policy = create_policy(config)
 ```
 
 `rl train` reads `1e-6` in a YAML file as a number. If your own loop reads the file with PyYAML, write `1.0e-6`: PyYAML reads
-`1e-6` as text.
+`1e-6` as a string.
 """
 #: A whole sentence at the end, such as "Default 1.0." or "Default: the model's."
 _DEFAULT = re.compile(r"(?:^|(?<=\. )|(?<=\) ))Default:? ((?:[^.]|\.(?=\w))+)\.")
@@ -103,13 +103,26 @@ SECTIONS: list[tuple[str, str, str, tuple[type, ...]]] = [
     ("NLLLossFn", "all policies", "", (NLLLossFn,)),
     ("TopkKLLossFn", "all policies", "", (TopkKLLossFn,)),
 ]
+#: Classes that others extend, by the section that has their keys.
+EXTENDED: dict[str, type] = {
+    "[Policy](#policy)": specs.PolicyConfig,
+    "[Generation](#generation)": specs.GenerationConfig,
+    "[Loading a checkpoint](#loading-a-checkpoint-hugging-face)": hf.HuggingFaceModelConfig,
+}
 
 
 def page() -> str:
     """The whole page, as Markdown."""
     parts = [HEAD]
     for title, backends, prefix, classes in SECTIONS:
-        parts.append(f"## {title}\n\nBackends: {backends}.\n")
+        keys = {key for spec in classes for key in spec.__annotations__}
+        extended = [
+            link
+            for link, spec in EXTENDED.items()
+            if spec not in classes and keys > spec.__annotations__.keys()
+        ]
+        also = f" Also the keys of {' and '.join(extended)}." if extended else ""
+        parts.append(f"## {title}\n\nBackends: {backends}.{also}\n")
         parts.append("| key | type | range | default | meaning |\n|---|---|---|---|---|")
         parts[-1] += "".join(row for spec in classes for row in rows(spec, prefix)) + "\n"
     return "\n".join(parts)
@@ -118,8 +131,8 @@ def page() -> str:
 def rows(spec: type, prefix: str) -> list[str]:
     """The rows of the keys that a class declares itself, inherited ones left out."""
     meanings = attributes(spec)
-    bases = getattr(spec, "__orig_bases__", ())
-    inherited = {key for base in bases for key in getattr(base, "__annotations__", ())}
+    # A TypedDict of Python 3.11 does not know its bases; its docstring has only its own keys.
+    inherited = {key for base in EXTENDED.values() for key in base.__annotations__} - {*meanings}
     hints = get_type_hints(spec, include_extras=True)
     fields = {f.name: f for f in dataclasses.fields(spec)} if dataclasses.is_dataclass(spec) else {}
     found = []
@@ -129,6 +142,8 @@ def rows(spec: type, prefix: str) -> list[str]:
         inner = get_args(hint)[0] if get_origin(hint) is NotRequired else hint
         refused = any(isinstance(mark, Unsupported) for mark in getattr(inner, "__metadata__", ()))
         if refused and key not in meanings:  # another library's key, which is there to be explained
+            continue
+        if fields and key not in fields:  # fixed by the class, not an option
             continue
         required = not fields and config_keys(spec)[key]
         shown, bounds = described(hint)
@@ -159,9 +174,13 @@ def attributes(spec: type) -> dict[str, str]:
 
 
 def plain(text: str) -> str:
-    """A docstring's text as Markdown: Sphinx roles and double backticks become code."""
-    text = re.sub(r":\w+:`~?(?:[\w.]+\.)?(\w+)`", r"`\1`", text)
-    return text.replace("``", "`")
+    """A docstring's text as Markdown: a class with a section becomes a link, other names code."""
+    text = re.sub(r":\w+:`~?(?:[\w.]+\.)?(\w+)`", r"`\1`", text).replace("``", "`")
+    for title, _, _, classes in SECTIONS:
+        anchor = re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-")
+        for spec in classes:
+            text = text.replace(f"`{spec.__name__}`", f"[{title}](#{anchor})")
+    return text
 
 
 def described(hint: Any) -> tuple[str, str]:

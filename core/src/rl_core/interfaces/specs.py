@@ -67,9 +67,9 @@ class ColocationConfig(TypedDict):
     """Whether trainer and engine share devices.
 
     Attributes:
-        enabled: True when both take turns on the same devices: ``finish_generation`` frees
-            the engine's memory. False when the engine has separate devices: it keeps its memory
-            and goes on serving, unless ``finish_generation`` names what to free.
+        enabled: True if both take turns on the same devices: ``finish_generation`` frees the
+            engine's memory. False if the engine has separate devices: it keeps its memory and
+            continues to serve, unless ``finish_generation`` names what to free.
         resources: None, or see :class:`ResourcesConfig`.
     """
 
@@ -88,23 +88,23 @@ class GenerationConfig(TypedDict):
         backend: Name of the backend, as ``rl backends list`` shows it, or ``dist:name``.
         model_name: Directory (or hub name) of a checkpoint in Hugging Face layout.
         max_new_tokens: Upper bound on generated tokens per row. Default 128.
-        temperature: Divides the logits before sampling, > 0. Default 1.0.
-        top_p: Nucleus mass in (0, 1]; 1 is off. Default 1.0.
+        temperature: Divides the logits before sampling. Default 1.0.
+        top_p: Probability mass of nucleus sampling; 1 is off. Default 1.0.
         top_k: Number of candidates; None, -1 and 0 are off. Default None.
         stop_token_ids: Token ids that end a row; the token is kept.
-        stop_strings: Strings that end a row, merged with each row's own.
+        stop_strings: Strings that end a row, in addition to those in the row.
         pad_token_id: Fills the output on the right. Default: the tokenizer's.
-        eos_token_id: One more stop token (or several). Default: the model's.
+        eos_token_id: Another stop token, or several. Default: the model's.
         do_sample: False makes every call greedy. Default True.
         repetition_penalty: Divides (if negative, multiplies) the logits of seen tokens. Default 1.
         seed: Makes sampling reproducible: the i-th row requested from a new engine draws from
-            the i-th stream of it, in whatever calls rows come. Default: fresh ones in each call.
-        logprobs_mode: ``"processed"`` (of the distribution sampled from, the default) or ``"raw"``
-            (log-softmax of the logits).
+            the i-th stream of it, however rows are divided into calls. Default: new random seeds.
+        logprobs_mode: ``"processed"``: log-probs of the distribution that is sampled from;
+            ``"raw"``: log-softmax of the logits. Default ``"processed"``.
         max_model_len: Upper bound on prompt plus generated tokens. Default: the model's.
         num_generations: Completions per prompt, laid out as ``repeat_interleave``. Default 1.
         call_deadline_s: Seconds that one call of ``generate`` may take, the wait for its turn
-            included; its rows are then given up. Default: no limit.
+            included; then its rows are cancelled. Default: no limit.
         colocated: See :class:`ColocationConfig`. Default: enabled.
     """
 
@@ -133,11 +133,11 @@ class OptimizerConfig(TypedDict, total=False):
     """AdamW.
 
     Attributes:
-        name: Only ``"adamw"``.
+        name: Only ``"adamw"``. Default ``"adamw"``.
         lr: Learning rate. Default 1e-5.
         betas: Decay rates of the two moments. Default (0.9, 0.999).
         eps: Added to the denominator. Default 1e-8.
-        weight_decay: Decoupled; biases and norms have none. Default 0.01.
+        weight_decay: Decoupled weight decay; biases and norms have none. Default 0.01.
     """
 
     name: Annotated[Literal["adamw"], AlsoCalled("optim")]
@@ -152,10 +152,10 @@ class SchedulerConfig(TypedDict, total=False):
 
     Attributes:
         name: Shape after the warm-up. Default ``"constant"``.
-        warmup_steps: Steps over which the rate rises in equal parts; the last of them has the
-            full rate. Default 0.
-        total_steps: Steps before the one at which ``linear`` and ``cosine`` reach their minimum.
-        min_lr_ratio: That minimum as a fraction of the full rate. Default 0.
+        warmup_steps: Steps over which the rate rises linearly; the last of them has the full
+            rate. Default 0.
+        total_steps: Steps after which ``linear`` and ``cosine`` reach their minimum.
+        min_lr_ratio: The minimum as a fraction of the full rate. Default 0.
     """
 
     name: Annotated[Literal["constant", "linear", "cosine"], AlsoCalled("lr_scheduler_type")]
@@ -168,10 +168,10 @@ class DynamicBatchingConfig(TypedDict, total=False):
     """Microbatches of rows of similar length, bounded by tokens.
 
     Attributes:
-        enabled: Default False.
-        train_mb_tokens: Padded tokens per microbatch of a training step. Default 4096, or those of
-            the longest row (or group) if that is more.
-        logprob_mb_tokens: The same for scoring; default ``train_mb_tokens``.
+        enabled: Whether microbatches are bounded by tokens, not by rows. Default False.
+        train_mb_tokens: Padded tokens per microbatch of a training step. Default: 4096, or those
+            of the longest row (or group) if that is more.
+        logprob_mb_tokens: The same for scoring. Default: ``train_mb_tokens``.
         sequence_length_round: Widths are rounded up to a multiple of it. Default 64.
     """
 
@@ -185,11 +185,11 @@ class SequencePackingConfig(TypedDict, total=False):
     """Several rows in one sequence, without padding between them.
 
     Attributes:
-        enabled: Default False, unless the backend sets another.
+        enabled: Whether rows are packed. Default: False, with ``hf`` chosen for each microbatch.
         train_mb_tokens: Tokens per packed sequence of a training step. Default: as many as
             ``train_micro_batch_size`` rows have if that is set; if not, 4096, or those of the
             longest row (or group) if that is more.
-        logprob_mb_tokens: The same for scoring; default ``train_mb_tokens``.
+        logprob_mb_tokens: The same for scoring. Default: ``train_mb_tokens``.
         algorithm: How rows are assigned to sequences. Default
             ``"modified_first_fit_decreasing"``.
         sequence_length_pad_multiple: Each row's length is rounded up to a multiple of it.
@@ -220,13 +220,13 @@ class PolicyConfig(TypedDict):
             as its tokens allow.
         logprob_batch_size: Rows per scoring pass. Default: ``train_micro_batch_size``.
         max_grad_norm: Gradients are scaled down to this norm; None is off. Default 1.0.
-        non_finite: What a NaN or infinite loss or gradient does: ``"raise"``, or ``"skip"`` the
-            step. Default ``"raise"``.
+        non_finite: What happens if loss or gradient is NaN or infinite: ``"raise"``, or ``"skip"``
+            the step. Default ``"raise"``.
         optimizer: See :class:`OptimizerConfig`.
         scheduler: See :class:`SchedulerConfig`.
         dynamic_batching: See :class:`DynamicBatchingConfig`.
         sequence_packing: See :class:`SequencePackingConfig`.
-        seed: Of dropout and adapters. Default 0.
+        seed: Seed of dropout and of new adapters. Default 0.
     """
 
     backend: str

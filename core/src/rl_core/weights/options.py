@@ -55,25 +55,25 @@ class SendOptions:
     Attributes:
         transport: Name of an installed transport.
         receivers: Engines that must take part; all commit or none.
-        version: Of the new weights, also one that goes back; the last one plus 1 if None. The last
-            committed one is for engines that come late: the weights must still be the same, which
-            their hashes tell.
-        verify: ``"none"``; ``"wire"``: every block is hashed on both sides; ``"installed"``:
-            besides, the engine reads its tensors back before the commit.
+        version: Label of the new weights, possibly lower than the last one; the last one plus 1 if
+            None. The last committed version is for engines that come late: their hashes must show
+            that the weights are still the same.
+        verify: ``"none"``; ``"wire"``: every block is hashed on both sides; ``"installed"``: also,
+            the engine reads its tensors back before the commit.
         isolation: ``"quiesced"``: engines do not generate while they are written to, in place;
-            ``"staged"``: they go on with the old weights until all new ones are there, in a second
-            copy, and after a refit that fails.
-        mode: ``"direct"``: engines read the trainer's own memory, where the source keeps its
-            tensors; ``"packed"``: tensors go through two buffers; ``"auto"``: direct if possible.
-        delta: Send only what the engines do not have already. Needs a hash.
+            ``"staged"``: they generate with the old weights until a second copy has all new ones,
+            and after a refit that fails.
+        mode: ``"direct"``: engines read the trainer's memory, if the source keeps its tensors;
+            ``"packed"``: tensors go through two buffers; ``"auto"``: direct if possible.
+        delta: Send only tensors that the engines do not have. Not with ``verify="none"``.
         kv_scales: Scales of an FP8 key/value cache, applied with the weights: by names such as
             ``"layer_0.k_scale"``, or as ``calibrate_qkv_fp8_scales`` returns them (all of it, or
-            what is under ``"layers"``). None is none.
-        bucket_bytes: Size of each buffer at most, and of what is announced at once; what suits the
-            data mode and the device if None.
+            what is under ``"layers"``).
+        bucket_bytes: Largest size of each buffer and of each bucket; by data mode and device if
+            None.
         deadline_s: Seconds for the whole refit, at most a week.
-        number: Of this refit, the same on both sides: the one in ``prepare_refit_info``, or, if
-            None, the one after the last that was requested. ``refit`` gives it.
+        number: Number of the refit, the same on both sides: the one in ``prepare_refit_info``, or,
+            if None, the one after the last that was requested. ``refit`` sets it.
 
     Raises:
         ConfigError: A value is not legal.

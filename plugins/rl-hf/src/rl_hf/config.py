@@ -21,13 +21,13 @@ class HuggingFaceModelConfig(TypedDict):
     Attributes:
         torch_dtype: Dtype of the weights; ``"auto"`` keeps the checkpoint's. Default: ``"auto"``
             for generation, ``"float32"`` for training.
-        device: ``"cpu"``, ``"cuda"`` or ``"cuda:N"``. Default: CUDA if there is any.
+        device: ``"cpu"``, ``"cuda"`` or ``"cuda:N"``. Default: CUDA if available.
         device_map: Placement over several devices, as transformers takes it; needs accelerate.
         trust_remote_code: Run Python that comes with the checkpoint. Default False.
-        load_in_8bit: Quantise the weights to 8 bits; generation on CUDA only.
-        load_in_4bit: Quantise the weights to 4 bits; generation on CUDA only.
-        attn_implementation: Attention kernel, as transformers names it. Default: torch's fused one
-            where it gives what the model's own does, else the model's own.
+        load_in_8bit: Quantise the weights to 8 bits; generation on CUDA only. Default False.
+        load_in_4bit: Quantise the weights to 4 bits; generation on CUDA only. Default False.
+        attn_implementation: Attention kernel, by its name in transformers. Default: torch's fused
+            kernel if it computes what the model's own does, otherwise the model's own.
     """
 
     torch_dtype: NotRequired[
@@ -68,10 +68,11 @@ class LoraConfig(TypedDict, total=False):
     Attributes:
         r: Rank. Default 16.
         alpha: Scale; the update is multiplied by ``alpha / r``. Default 32.
-        dropout: On the adapter's input. Default 0.
-        target_modules: Names of the modules that get one; ``"all-linear"`` for every linear layer
-            but the output. Default: peft's choice for the architecture.
-        refit: What a refit sends; ``"merged"``: the full weights with the adapters added in.
+        dropout: Dropout of the adapter's input. Default 0.
+        target_modules: Names of the modules that get an adapter; ``"all-linear"`` for every linear
+            layer except the output. Default: peft's choice for the architecture.
+        refit: What a refit sends; only ``"merged"``: the full weights, with the adapters added.
+            Default ``"merged"``.
     """
 
     r: Annotated[int, Range(ge=1), AlsoCalled("lora_r rank lora_rank dim")]
@@ -87,10 +88,10 @@ class HuggingFacePolicyConfig(PolicyConfig, HuggingFaceModelConfig):
     Attributes:
         gradient_checkpointing: Recompute activations in the backward pass. Default False.
         lora: See :class:`LoraConfig`.
-        reference: Where the weights of the start are kept once training changes the policy's:
-            ``"swap"`` in a file on disk, swapped in while the reference scores; ``"copy"`` as a
-            second model beside the policy; ``"none"`` nowhere. With ``lora`` they are the base
-            weights, and this key is not used. Default ``"swap"``.
+        reference: Where the initial weights are kept when training changes the policy's:
+            ``"swap"``: in a file on disk, swapped in while the reference scores; ``"copy"``: as a
+            second model; ``"none"``: nowhere. With ``lora`` they are the base weights, and this key
+            is not used. Default ``"swap"``.
         generation: Sampling keys of a :class:`HuggingFaceGenerationConfig`, for
             ``policy.generate``.
         resume_from: Checkpoint to continue from.

@@ -39,15 +39,12 @@ class TopkKLLossFn(ConfiguredLoss):
 
     Attributes:
         loss_type: Whether tokens or rows weigh the same.
-        direction: Which of the two comes first in the divergence, or both.
-        renormalize: In which directions the policy's probabilities are divided by those of the
-            top-k: only in the reverse one, in both, or in none. With ``"none"`` the reverse
-            divergence is over the whole vocabulary, and the teacher's log-prob of all else is -100
-            (NeMo RL's ``zero_outside_topk``). For all but ``"jsd"``.
+        direction: Which divergence: ``"forward"``: KL(teacher, policy), ``"reverse"``: KL(policy,
+            teacher), ``"mixed"``: a mixture of both, ``"jsd"``: Jensen-Shannon.
         mixing: The share of the forward direction in ``"mixed"``; of the teacher in ``"jsd"``.
-        teacher_temperature: Divides the teacher's logits once more. As the policy's do, those of
-            ``get_topk_logits`` have the temperature that their own configuration says: leave it at
-            1 where both say the same.
+        teacher_temperature: Divides the teacher's logits again. ``get_topk_logits`` has already
+            divided them by the teacher's configured temperature: leave this at 1 if the policy has
+            the same temperature.
     """
 
     input_type: ClassVar[LossInputType] = LossInputType.LOGIT

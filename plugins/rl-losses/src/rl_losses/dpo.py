@@ -43,14 +43,14 @@ class DPOLossFn(ConfiguredLoss):
     and ``rewards_margin``.
 
     Attributes:
-        beta: How strongly the reference holds the policy back, > 0.
-        preference_loss: What a pair costs; the names are TRL's. ``"ipo"`` as TRL computes it takes
-            ``preference_average_log_probs``, with which ``"sigmoid"`` is TRL's ``sigmoid_norm``.
+        beta: Strength of the pull towards the reference.
+        preference_loss: Loss of a pair; the names are TRL's. For TRL's ``"ipo"``, also set
+            ``preference_average_log_probs``; with it, ``"sigmoid"`` is TRL's ``sigmoid_norm``.
         preference_loss_weight: Factor on the preference term.
-        preference_average_log_probs: Rewards are means over tokens, not sums, so that length does
-            not count.
-        label_smoothing: Probability in [0, 0.5) that a preference is the wrong way round; for
-            ``"sigmoid"``, ``"robust"``, and ``"exo_pair"``, which needs one above 0.
+        preference_average_log_probs: Rewards are means over tokens, not sums, so that length has
+            no effect.
+        label_smoothing: Probability that a preference is wrong (chosen and rejected exchanged);
+            for ``"sigmoid"``, ``"robust"`` and ``"exo_pair"``, which needs one above 0.
         sft_loss_weight: Factor on the chosen answer's negative log-likelihood.
         sft_average_log_probs: That term is a mean over tokens, not a sum.
     """

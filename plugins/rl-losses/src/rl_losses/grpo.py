@@ -85,58 +85,44 @@ class GRPOLossFn(ConfiguredLoss):
 
     Attributes:
         loss_type: Token-level (DAPO) or the mean of each row's mean (GRPO, GSPO).
-        length_norm: Rows are sums divided by this, such as ``max_new_tokens`` (Dr.GRPO), and not by
-            their own length; 1 is LUSPO. Sequence-level only. None is off.
-        surrogate: What stands for the clipped ratio, see above.
-        ratio_denominator: What the ratio divides the policy's probability by. With
-            ``"generation_logprobs"``, those of the engine, no log-probs of the previous policy are
-            needed, and weights and rejection compare the engine with the policy as it is.
-        ratio_clip_min: The ratio is clipped below 1 minus this. With ``"gmpo"`` this bounds the
-            log-ratio, with ``"dppo"`` the change of the probability, with ``"dppo_kl"`` the KL.
+        length_norm: Divides the sum of each row, such as ``max_new_tokens`` (Dr.GRPO), instead of
+            the row's length; 1 is LUSPO. Sequence-level only. None is off.
+        surrogate: The function of the ratio: ``"clip"`` (PPO), ``"cispo"``, ``"sapo"``, ``"gmpo"``
+            or ``"dppo"``; the docstring of the class has the formulas.
+        ratio_clip_min: The ratio is clipped below 1 minus this.
         ratio_clip_max: The ratio is clipped above 1 plus this; inf is off.
-        ratio_clip_c: Dual clip, > 1: where A < 0 a token costs at most ``c |A|``. With ``"dppo"``
-            and ``"dppo_kl"`` the largest weight. None is off.
-        log_ratio_penalty: Factor on the squared log-ratio of tokens.
-        kl_cov_penalty: Factor on the absolute log-ratio of tokens where ``high_covariance`` is
-            true, see :func:`~rl_losses.tokens.high_covariance`.
-        sapo_temperature_pos: How sharply ``"sapo"`` gates tokens with A > 0.
-        sapo_temperature_neg: The same for the others.
-        vespo_pos: k and lambda of ``"vespo"`` for tokens with A >= 0: how fast the weight falls
-            below a ratio of 1, and above.
-        vespo_neg: The same for the others.
-        reference_policy_kl_penalty: Factor on the KL; 0 is off.
-        kl_estimator: See :func:`kl_penalty`.
-        kl_gradient: What the estimate is weighted by: ``"estimate"`` 1; ``"ratio"`` the ratio, so
-            that samples of the previous policy estimate the KL of this one; ``"sampling"`` a
-            factor of value 1 with the gradient of the log-prob (Tang and Munos 2025, arXiv
-            2506.09477); ``"generation"`` the policy's probability over the engine's.
-        kl_input_clamp: Log-ratios to the reference are cut off here. None is off (k3: 20).
-        kl_output_clamp: Estimates are cut off here. None is off.
+        ratio_clip_c: Dual clip: if A < 0, a token costs at most ``c |A|``. With ``"dppo"`` the
+            largest weight. None is off.
+        sapo_temperature_pos: Temperature of ``"sapo"`` for tokens with A > 0.
+        sapo_temperature_neg: The same for other tokens.
+        reference_policy_kl_penalty: Factor on the KL to the reference; 0 is off.
+        kl_estimator: Estimator of the KL for a token, see :func:`kl_penalty`.
+        kl_gradient: Weight of the estimate: ``"estimate"``: 1; ``"ratio"``: the ratio, so that
+            samples of the previous policy estimate the KL of this one; ``"sampling"``: a factor of
+            value 1 with the gradient of the log-prob (Tang and Munos 2025, arXiv 2506.09477);
+            ``"generation"``: the policy's probability divided by the engine's.
+        kl_input_clamp: Largest absolute log-ratio to the reference. None is off (k3: 20).
+        kl_output_clamp: Largest absolute estimate. None is off.
         importance_ratio: One ratio for each token, or one for the whole sequence.
-        importance_sampling_cap: Weighs tokens by ``prev / generation`` probability, at most this.
-            inf does not cap, None is off.
-        importance_sampling_floor: The least of these weights.
-        importance_sampling_outside: What becomes of a weight outside of cap and floor:
-            ``"truncate"`` sets it to the bound, ``"mask"`` to 0 (IcePop).
+        importance_sampling_cap: Weights tokens by the probability ``prev / generation``, at most
+            this. inf does not cap, None is off.
+        importance_sampling_floor: The smallest of these weights.
+        importance_sampling_outside: What happens to a weight outside of cap and floor:
+            ``"truncate"`` sets it to the bound, ``"mask"`` to 0 (IcePop); ``"mask_rows"`` drops
+            rows with a geometric mean of the weights outside, and keeps all other weights.
         importance_sampling_weight: One weight for each token, or for each row the product over its
-            tokens. None is as ``importance_ratio``.
-        rejection: Tokens, or rows, cost nothing where this statistic of trainer and engine is out
-            of bounds: k1, k2 or k3 of :func:`kl_penalty` at each token, or its sum, mean or maximum
-            over the row. None is off.
-        rejection_max: The greatest that is kept. For k1 the bounds are those of the ratio of
-            trainer to engine (with ``"seq_mean_k1"`` of its geometric mean).
-        rejection_min: The least that is kept. None is ``1 / rejection_max`` for k1, otherwise 0.
-        off_policy_mask_threshold: Rows with A < 0 cost nothing where the mean over tokens of
+            tokens. None: the same as ``importance_ratio``.
+        off_policy_mask_threshold: Rows with A < 0 cost nothing if the mean over tokens of
             ``generation - policy`` log-probs (without ``generation_logprobs``, of
             ``prev - policy``) is above this. None is off.
         entropy_bonus: Factor on the mean entropy of tokens, which is subtracted. This and the
-            next option take the policy's full logits.
-        entropy_min: Tokens of less entropy, in nats, do not count towards surrogate and bonus. (A
+            next option need the policy's full logits.
+        entropy_min: Tokens with less entropy, in nats, do not count in surrogate and bonus. (A
             quantile of the batch would depend on how it is split.)
         positive_nll_weight: Factor on the negative log-likelihood of rows with a reward above 0,
             averaged as the loss is.
-        on_policy: The policy has not moved since generation: ratios are 1, gradients flow, and the
-            policy's own log-probs stand in for ``prev_logprobs``.
+        on_policy: The policy has not changed since generation: ratios are 1 but have gradients, and
+            the policy's own log-probs replace ``prev_logprobs``.
     """
 
     loss_type: Annotated[LossType, AlsoCalled("loss_agg_mode token_level_loss")] = (

@@ -25,26 +25,27 @@ class MegatronPolicyConfig(PolicyConfig):
 
     Attributes:
         tensor_model_parallel_size: Ranks that share every layer. Default 1.
-        pipeline_model_parallel_size: Stages that the layers are dealt to. Default 1.
-        context_parallel_size: Ranks that share a sequence. Default 1; more is not implemented.
-        expert_model_parallel_size: Ranks that the experts are dealt to; taken of the data-parallel
-            ones. Default 1.
-        sequence_parallel: Split activations between the layers' matrices over the tensor-parallel
-            ranks, too. Default False.
+        pipeline_model_parallel_size: Stages that the layers are divided into. Default 1.
+        context_parallel_size: Ranks that share a sequence; larger values are not implemented.
+            Default 1.
+        expert_model_parallel_size: Data-parallel ranks that the experts are divided among.
+            Default 1.
+        sequence_parallel: Also split the activations between the layers' matrices over the
+            tensor-parallel ranks. Default False.
         torch_dtype: Dtype of the weights. Gradients and the optimizer's weights are float32.
             Default ``"float32"``.
-        trust_remote_code: Let a tokenizer run Python that comes with the checkpoint. The model
-            never does. Default False.
-        architecture: The model's layout (for example ``"llama"``), where the ``model_type`` of
-            its checkpoint names none that is known here.
-        activation_recompute: What is computed again in the backward pass instead of kept:
-            ``"full"`` layers, ``"selective"``: attention alone. Default ``"none"``.
-        reference: Where the weights of the start are kept once training changes the policy's:
-            ``"swap"`` in a file on disk, ``"copy"`` as tensors beside, both of which take the place
-            of the policy's while the reference scores; ``"none"`` nowhere. Default ``"swap"``.
-        refit_experts: Under which names a refit sends experts: ``"stacked"`` as transformers has
-            them, one tensor of all; ``"separate"`` as checkpoints are published. Default
-            ``"stacked"``.
+        trust_remote_code: Let the tokenizer run Python that comes with the checkpoint. The model's
+            Python never runs. Default False.
+        architecture: The architecture that has the model's layout (for example ``"llama"``), if
+            the checkpoint's ``model_type`` is another one. Default: the ``model_type``.
+        activation_recompute: What is recomputed in the backward pass instead of kept: ``"full"``:
+            layers, ``"selective"``: attention only. Default ``"none"``.
+        reference: Where the initial weights are kept when training changes the policy's:
+            ``"swap"``: in a file on disk, ``"copy"``: in memory; they replace the policy's while
+            the reference scores; ``"none"``: nowhere. Default ``"swap"``.
+        refit_experts: Names under which a refit sends experts: ``"stacked"``: transformers' names,
+            one tensor for all experts; ``"separate"``: as published, one tensor for each expert.
+            Default ``"stacked"``.
         generation: Sampling keys of a :class:`~rl_core.interfaces.GenerationConfig`, for
             ``policy.generate``, and ``max_batch_size``.
         rank_timeout_s: Longest wait for another rank, once all have started. Default 600.

@@ -11,37 +11,38 @@ __all__ = ["SglangConfig", "SglangEngineConfig"]
 
 
 class SglangEngineConfig(TypedDict, total=False):
-    """How the engine is started; the keys are SGLang's own unless said otherwise.
+    """How the engine is started; the keys are SGLang's, unless marked otherwise.
 
     Attributes:
         tp_size: Processes that share every layer. Default 1.
         mem_fraction_static: Fraction of a GPU's memory for weights and key/value cache.
-        max_total_tokens: Tokens in the key/value cache, instead of what memory is left for. On the
-            CPU, by default what fits into 512 MiB.
-        max_running_requests: Rows decoded together; others wait. On the CPU by default 256.
+        max_total_tokens: Tokens in the key/value cache. Default: as many as fit into the remaining
+            memory; on the CPU into 512 MiB.
+        max_running_requests: Rows decoded together; others wait. Default: SGLang's; on the CPU 256.
         chunked_prefill_size: Prompt tokens of one step.
-        max_prefill_tokens: Prompt tokens that are taken up together.
-        max_model_len: As the key of the same name outside (not SGLang's key, which is
+        max_prefill_tokens: Prompt tokens of one batch.
+        max_model_len: Same as ``max_model_len`` outside ``sglang_cfg`` (not SGLang's key, which is
             ``context_length``).
-        dtype: Of the weights, as ``torch_dtype`` outside.
-        kv_cache_dtype: Such as ``"fp8_e4m3"``; the scales then travel with a refit.
+        dtype: Same as ``torch_dtype`` outside ``sglang_cfg``.
+        kv_cache_dtype: Dtype of the cache; with ``"fp8_e4m3"`` a refit also sends the scales.
         attention_backend: Kernels for attention. On the CPU always ``"torch_native"``.
         disable_cuda_graph: No CUDA graphs.
-        disable_radix_cache: Forget keys and values of prompts as soon as a row ends.
-        load_format: ``"dummy"`` starts with random weights, for a refit to replace.
-        random_seed: Of SGLang itself; rows have seeds of their own. Default: a fresh one.
-        refit: Whether weights are going to be sent (not SGLang's key). Default True: a model that
-            takes no refit is refused when the engine is built. False is for an engine that only
-            generates; it refuses refits.
+        disable_radix_cache: Drop keys and values of prompts as soon as a row ends.
+        load_format: ``"dummy"`` starts with random weights, which the first refit replaces.
+        random_seed: SGLang's seed; rows have their own seeds. Default: a random one.
+        refit: Whether the engine takes refits (not SGLang's key). True refuses a model that cannot
+            take one, when the engine is created. False is for an engine that only generates.
+            Default True.
         sleep_level: What ``finish_generation`` does to the weights (not SGLang's key): 1 moves them
             to host memory, 2 drops them, and generation waits for a refit. Default 1.
-        start_timeout_s: Seconds in which the engine must be there (not SGLang's key). Default 600.
-        python: The interpreter of another environment, which has SGLang, rl-sglang, and rl-core and
-            rl-hosting in the releases of this one (not SGLang's key). Default: this one's.
-        verbose: Show what the engine logs (not SGLang's key); otherwise only an error shows the end
-            of it. Default False.
-        engine_args: Other arguments of ``ServerArgs``, by name; those that results or refits depend
-            on are refused.
+        start_timeout_s: Seconds for the engine to start (not SGLang's key). Default 600.
+        python: The Python of another environment, which has SGLang, rl-sglang, and rl-core,
+            rl-backends and rl-hosting in the same versions (not SGLang's key). Default: this
+            process's.
+        verbose: Show the engine's log (not SGLang's key); if False, only errors show its end.
+            Default False.
+        engine_args: Other arguments of ``ServerArgs``, by name; arguments that change results or
+            refits are refused.
     """
 
     tp_size: Annotated[int, Range(ge=1), AlsoCalled("tensor_parallel_size tp")]
@@ -71,7 +72,7 @@ class SglangConfig(GenerationConfig):
 
     Attributes:
         sglang_cfg: See :class:`SglangEngineConfig`.
-        torch_dtype: Dtype of the weights; ``"auto"``, the default, keeps the checkpoint's.
+        torch_dtype: Dtype of the weights; ``"auto"`` keeps the checkpoint's. Default ``"auto"``.
         trust_remote_code: Run Python that comes with the checkpoint. Default False.
     """
 

@@ -43,15 +43,13 @@ class GrpoConfig(TypedDict, total=False):
         num_generations: Completions per prompt. Default 8.
         updates: Optimizer steps that the completions of a step are split into; must divide their
             number. With 1, no log-probs from before the training are needed. Default 1.
-        advantages: ``name`` (``grpo``, ``opo``, ``pass_at_k``, ``reinforce_plus_plus`` or ``gdpo``)
-            and options of :func:`rl_losses.grpo_advantages` or another function of that name.
-            Default: those of ``grpo``.
-        equal_rewards: What happens to prompts whose completions all have the same reward, and so
-            have no advantage: ``"keep"`` trains on them, ``"redraw"`` takes other prompts instead.
+        advantages: Options of :func:`rl_losses.grpo_advantages`.
+        equal_rewards: What happens to a prompt if all its completions have the same reward, and so
+            advantages of 0: ``"keep"`` trains on it, ``"redraw"`` takes another prompt instead.
             Default ``"keep"``.
         max_redraws: How many times a step may take other prompts. Default 4.
-        truncated: ``"keep"`` completions that were cut at ``max_new_tokens``, or ``"mask"`` them
-            out of the loss. Default ``"keep"``.
+        truncated: ``"keep"`` completions that reached ``max_new_tokens``, or ``"mask"`` them out of
+            the loss. Default ``"keep"``.
     """
 
     num_generations: Annotated[int, Range(ge=2)]
@@ -69,9 +67,9 @@ class RewardsConfig(TypedDict):
         functions: Names of functions, or mappings, see :class:`RewardConfig`. The reward of a
             completion is their weighted sum.
         deadline_s: Seconds that one call of a function may take. Default 30.
-        workers: Processes in which they are called. 0 calls them in threads of this process, which
-            a deadline cannot end. Default: one for each CPU core, at most 8; 0 for functions that
-            are given as objects.
+        workers: Processes in which functions are called. 0 calls them in threads of this process,
+            which a deadline cannot end. Default: one for each CPU core, at most 8; 0 for functions
+            that are passed as objects.
     """
 
     functions: NotRequired[list[str | RewardConfig]]
@@ -99,11 +97,11 @@ class PlaceConfig(TypedDict, total=False):
     """Where a backend runs.
 
     Attributes:
-        where: ``"here"``: in this process (an engine such as vLLM starts its own);
+        where: ``"here"``: in this process (vLLM and SGLang start processes for their engines);
             ``"local"``: in worker processes of this host; ``"ray"``: in Ray actors.
             Default ``"here"``.
         workers: Number of workers; with Ray also a list, with the number on each node. Default 1.
-        devices: With ``"local"``, for each worker its GPU, or several, such as ``"0,1"``.
+        devices: With ``"local"``, the GPU of each worker, or several GPUs, such as ``"0,1"``.
     """
 
     where: Literal["here", "local", "ray"]
@@ -127,12 +125,12 @@ class EvaluationConfig(TypedDict, total=False):
     """Evaluation while training.
 
     Attributes:
-        data: Keys of :class:`DataConfig`; missing ones are taken from the section ``data`` of the
-            run. Without it there is no evaluation.
-        every: Steps between evaluations; there is one before the first step and one after the
-            last. Default 0: no evaluation in between.
-        samples: Completions per prompt; with k of them, ``pass@k`` is reported. Default 1.
-        correct: A completion whose reward is at least this is correct. Default 1.0.
+        data: Keys of the section ``data``; missing keys are taken from the run's section ``data``.
+            If it is missing, there is no evaluation.
+        every: Steps between evaluations; there is also one before the first step and one after the
+            last. Default 0: only these two.
+        samples: Completions per prompt; with k completions, ``pass@k`` is reported. Default 1.
+        correct: A completion with at least this reward is correct. Default 1.0.
         greedy: Take the most likely tokens instead of sampling. Default False.
     """
 
@@ -147,8 +145,8 @@ class CheckpointConfig(TypedDict, total=False):
     """When checkpoints are saved, and which one a run resumes.
 
     Attributes:
-        every: Steps between checkpoints; 0: none in between. One is made at the end, on Ctrl-C,
-            and where a step fails before it trains. Default 100.
+        every: Steps between checkpoints; 0: none in between. One is also saved at the end, on
+            Ctrl-C, and if a step fails before it trains. Default 100.
         keep: How many of the newest checkpoints are kept. Default 2.
         resume: ``"auto"``: resume the newest checkpoint in ``output``, or start if there is none;
             ``"never"``: an error if there is one; or the path of a checkpoint.
@@ -166,21 +164,23 @@ class RunConfig(TypedDict):
     Attributes:
         model: Directory or hub name of a checkpoint in Hugging Face layout.
         method: ``"grpo"``, ``"dpo"`` or ``"sft"``. Default ``"grpo"``.
-        output: Folder for metrics, checkpoints and the plot. Default ``"runs/METHOD"``.
+        output: Directory for metrics, checkpoints and the plot. Default ``"runs/METHOD"``.
         seed: Seed of the data's order, of sampling and of the policy. Default 0.
         steps: Number of steps. Default: as many as ``epochs`` passes over the data have.
-        epochs: Passes over the data, where ``steps`` is not given. Default 1.
+        epochs: Passes over the data, if ``steps`` is not set. Default 1.
         batch_size: Prompts (GRPO), examples (SFT) or pairs (DPO) per step. Default 8.
         restarts: How many times an engine that died is started again. Default 3.
         data: See :class:`DataConfig`.
-        rewards: See :class:`RewardsConfig`, or the list of its functions.
+        rewards: See :class:`RewardsConfig`; or only the list of functions.
         grpo: See :class:`GrpoConfig`.
         loss: Options of :class:`rl_losses.GRPOLossFn`, :class:`rl_losses.DPOLossFn` or
             :class:`rl_losses.NLLLossFn`. GRPO's KL penalty is 0 unless set here.
-        policy: Configuration of the backend that trains, ``backend`` included. Default: ``hf``.
-        generation: Configuration of the engine, ``backend`` included. Default: ``hf``.
+        policy: Configuration of the policy, see :class:`rl_core.interfaces.PolicyConfig`.
+            Default: the backend ``hf``.
+        generation: Configuration of the engine, see :class:`rl_core.interfaces.GenerationConfig`.
+            Default: the backend ``hf``.
         environment: For several turns, see :class:`EnvironmentConfig`.
-        refit: Options of :func:`rl_core.refit`.
+        refit: See :class:`rl_core.weights.options.SendOptions`.
         placement: See :class:`PlacementConfig`.
         evaluation: See :class:`EvaluationConfig`.
         checkpoint: See :class:`CheckpointConfig`.

@@ -37,30 +37,31 @@ class DataConfig(TypedDict, total=False):
             these; a directory or the name of a dataset on the Hugging Face hub, as
             ``datasets.load_dataset`` takes it; or ``module:function`` or ``file.py:function`` that
             returns rows. Required.
-        name: Configuration of the dataset on the hub. Default: its only one.
+        name: Configuration of the dataset on the hub. Default: the only one.
         split: Split of the dataset on the hub or in the directory. Default ``"train"``.
         options: Keyword arguments of the function in ``path``. Default none.
-        prompt: Column of the prompt: a text or a list of messages. If a conversation ends with the
-            assistant's turn and the row has no completion, that turn is the answer. Default: the
-            first that exists of prompt, messages, question, problem, instruction, query and input.
-        system: System message of conversations that have none; without a chat template, a text
+        prompt: Column of the prompt: a string or a list of messages. If a conversation ends with
+            the assistant's turn and the row has no completion, that turn is the answer. Default:
+            the first that exists of prompt, messages, question, problem, instruction, query and
+            input.
+        system: System message of conversations that have none; without a chat template, text
             before each prompt. Default none.
         tools: Tools for the chat template: the name of a column, a list of JSON schemas, or a JSON
             file of them. Default none.
         answer: Column of the reference answer, which reward functions get as ``answer``. Default
             ``"answer"`` if it is there.
-        completion: Column of what SFT learns: a text or a list of messages. Default: the first
+        completion: Column that SFT learns: a string or a list of messages. Default: the first
             that exists of completion, response, output and answer.
         chosen: Column of the better answer of DPO, with or without the prompt. Default
             ``"chosen"``.
         rejected: Column of the worse answer. Default ``"rejected"``.
-        chat: Whether prompts are rendered by the chat template, in which a text becomes the user's
+        chat: Whether prompts are rendered by the chat template, in which a string becomes the user
             message. Default: True if there is a template.
         chat_template: Jinja template, as text or as a file. Default: the tokenizer's.
         chat_template_kwargs: Variables of the template, such as ``enable_thinking``. Default none.
         max_prompt_tokens: Upper bound on the tokens of a prompt. Default: no limit.
-        long_prompts: What happens to a longer one: ``"drop"`` leaves the row out, ``"error"`` stops
-            the run, ``"cut"`` removes tokens from the left. Default ``"drop"``.
+        long_prompts: What happens to longer prompts: ``"drop"`` leaves the row out, ``"error"``
+            stops the run, ``"cut"`` removes tokens from the left. Default ``"drop"``.
         limit: How many rows are read, from the first one. Default: all.
         shuffle: Whether the rows are put into a new random order in each epoch. Default True.
     """

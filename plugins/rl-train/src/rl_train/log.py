@@ -46,12 +46,12 @@ class LogConfig(TypedDict, total=False):
     Attributes:
         to: Trackers besides ``metrics.jsonl``, which is always written. Default: none.
         project: Name of the W&B project or the MLflow experiment. Default ``"rl-train"``.
-        run_name: Name of the run there. Default: the name of the output folder.
+        run_name: Name of the run there. Default: the name of the output directory.
         completions: How many completions of a step are written to ``completions.jsonl``. Default 4.
-        completions_every: Steps between two of which completions are written; the first step is
-            one of them. Default 10.
-        plot: Path of a PNG with the curves, drawn at the end; a relative one is in the output
-            folder; None for no plot. Default ``"curves.png"``.
+        completions_every: Every how many steps completions are written, from the first one on.
+            Default 10.
+        plot: Path of a PNG with the curves, drawn at the end; a relative path is in the output
+            directory; None for no plot. Default ``"curves.png"``.
     """
 
     to: list[Literal["tensorboard", "wandb", "mlflow"]]

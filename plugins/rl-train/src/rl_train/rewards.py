@@ -45,8 +45,8 @@ class RewardConfig(TypedDict):
         weight: Factor of its rewards in the sum. Default 1.0.
         name: Its name in metrics. Default: the function's name.
         options: Further keyword arguments of the function. Default none.
-        columns: By parameter of the function, the column that it gets, where their names differ:
-            ``{solution: answer}`` passes the column ``answer`` as ``solution``. Default none.
+        columns: Columns for parameters with other names: ``{solution: answer}`` passes the column
+            ``answer`` as ``solution``. Default none.
     """
 
     function: str

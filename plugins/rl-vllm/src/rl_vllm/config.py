@@ -11,36 +11,36 @@ __all__ = ["VllmConfig", "VllmEngineConfig"]
 
 
 class VllmEngineConfig(TypedDict, total=False):
-    """How the engine is started; the keys are vLLM's own unless said otherwise.
+    """How the engine is started; the keys are vLLM's, unless marked otherwise.
 
     Attributes:
         tensor_parallel_size: Processes that share every layer. Default 1.
         pipeline_parallel_size: Processes that have some of the layers each. Default 1.
-        gpu_memory_utilization: Fraction of a GPU's memory that the engine takes.
-        kv_cache_memory_bytes: Size of the key/value cache, instead of what memory is left. On the
-            CPU, by default 512 MiB.
-        max_model_len: As the key of the same name outside.
+        gpu_memory_utilization: Fraction of a GPU's memory that the engine takes. Default: vLLM's.
+        kv_cache_memory_bytes: Size of the key/value cache. Default: the remaining memory; on the
+            CPU 512 MiB.
+        max_model_len: Same as ``max_model_len`` outside ``vllm_cfg``.
         max_num_seqs: Rows decoded together; others wait.
         max_num_batched_tokens: Tokens of one step.
-        dtype: Of the weights, as ``torch_dtype`` outside.
+        dtype: Same as ``torch_dtype`` outside ``vllm_cfg``.
         enforce_eager: No CUDA graphs. Default True on the CPU, False elsewhere.
         async_engine: Use vLLM's asynchronous engine. Default False.
-        kv_cache_dtype: Such as ``"fp8"``; the scales then travel with a refit.
-        load_format: ``"dummy"`` starts with random weights, for a refit to replace.
+        kv_cache_dtype: Dtype of the cache; with ``"fp8"`` a refit also sends the scales.
+        load_format: ``"dummy"`` starts with random weights, which the first refit replaces.
         enable_prefix_caching: Keep the keys and values of prompts between calls.
-        refit: Whether weights are going to be sent (not vLLM's key). Default True: a model that
-            takes no refit is refused when the engine is built. False is for an engine that only
-            generates; it refuses refits.
-        seed: Of what is sampled without a seed of its own. Default: a fresh one.
+        refit: Whether the engine takes refits (not vLLM's key). True refuses a model that cannot
+            take one, when the engine is created. False is for an engine that only generates.
+            Default True.
+        seed: Seed of rows without their own seed. Default: a random one.
         sleep_level: What ``finish_generation`` does to the weights (not vLLM's key): 1 moves them
             to host memory, 2 drops them, and generation waits for a refit. Default 1.
-        start_timeout_s: Seconds in which the engine must be there (not vLLM's key). Default 600.
-        python: The interpreter of another environment, which has vLLM, rl-vllm, and rl-core and
-            rl-hosting in the releases of this one (not vLLM's key). Default: this one's.
-        verbose: Show what the engine logs (not vLLM's key); otherwise only an error shows the end
-            of it. Default False.
-        engine_args: Other engine arguments of vLLM, by name; those that results or refits depend on
-            are refused.
+        start_timeout_s: Seconds for the engine to start (not vLLM's key). Default 600.
+        python: The Python of another environment, which has vLLM, rl-vllm, and rl-core, rl-backends
+            and rl-hosting in the same versions (not vLLM's key). Default: this process's.
+        verbose: Show the engine's log (not vLLM's key); if False, only errors show its end.
+            Default False.
+        engine_args: Other engine arguments of vLLM, by name; arguments that change results or
+            refits are refused.
     """
 
     tensor_parallel_size: Annotated[int, Range(ge=1), AlsoCalled("tp_size tp")]
@@ -74,7 +74,7 @@ class VllmConfig(GenerationConfig):
 
     Attributes:
         vllm_cfg: See :class:`VllmEngineConfig`.
-        torch_dtype: Dtype of the weights; ``"auto"``, the default, keeps the checkpoint's.
+        torch_dtype: Dtype of the weights; ``"auto"`` keeps the checkpoint's. Default ``"auto"``.
         trust_remote_code: Run Python that comes with the checkpoint. Default False.
     """
 

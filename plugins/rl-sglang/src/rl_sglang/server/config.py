@@ -26,17 +26,17 @@ class SglangServerConfig(GenerationConfig):
     the tokenizer for stop strings and the names of the tensors of a refit are read from it.
 
     Attributes:
-        server_url: Such as ``"http://127.0.0.1:30000"``.
-        api_key: Of the server; sent as a bearer token, and in no error.
-        connect_timeout_s: Seconds for a connection, and for answers that need no generation.
+        server_url: Address of the server, such as ``"http://127.0.0.1:30000"``.
+        api_key: Key of the server; sent as a bearer token, and in no error.
+        connect_timeout_s: Seconds for a connection, and for responses that need no generation.
             Default 10.
-        request_timeout_s: Seconds in which a server that has requests may show no sign of life.
-            Default 300.
+        request_timeout_s: Seconds without a token or a response, after which a server that has
+            requests counts as hung. Default 300.
         load_timeout_s: Seconds for the server to load the weights of a refit. Default 120.
-        max_requests: Rows that the server is given at a time; others wait here. Default 256.
-        weights_dir: A directory that the server sees under the same path. A refit puts the weights
-            into a private directory in it. Default: where temporary files go.
-        torch_dtype: Dtype of the server's weights. Default: what the server says, or the
+        max_requests: Rows that the server has at a time; others wait in this process. Default 256.
+        weights_dir: A directory that the server has under the same path. A refit puts the weights
+            into a private directory in it. Default: the directory for temporary files.
+        torch_dtype: Dtype of the server's weights. Default: as the server reports, or the
             checkpoint's if it was started with ``auto``.
         trust_remote_code: Run Python that comes with the checkpoint. Default False.
     """
