@@ -44,7 +44,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command that ``argv`` (else the process) names. Wrong usage raises SystemExit."""
     given = list(sys.argv[1:] if argv is None else argv)
     at = next((i for i, word in enumerate(given) if not word.startswith("-")), len(given))
-    parser = Command("rl", "Any trainer, any engine, proven to agree", "rl backends list")
+    parser = Command("rl", "RL post-training with any trainer and engine", "rl backends list")
     parser.add_argument("--version", action="store_true", help="print the version")
     parser.add_argument("--debug", action="store_true", help="show tracebacks of errors")
     try:

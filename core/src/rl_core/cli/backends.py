@@ -183,12 +183,12 @@ def examine(options: argparse.Namespace) -> int:
     return int(counts["error"] > 0)
 
 
-app = Command("rl backends", "List the installed backends, describe one, find what is wrong")
+app = Command("rl backends", "List the installed backends, describe one, find faults")
 _list = app.command(
     "list",
-    "List all backends, with the fix of each that cannot be used",
+    "List all backends, with a fix for each that cannot be used",
     "rl backends list\nrl backends list --json",
-    details="Exits with 1 if one is broken, incompatible or ambiguous.",
+    details="Exits with 1 if a backend is broken, incompatible or ambiguous.",
     run=show,
 )
 _info = app.command(
@@ -201,10 +201,10 @@ _doctor = app.command(
     "doctor",
     "Find faults of the installed plugins, and how to repair them",
     "rl backends doctor\nrl backends doctor vllm",
-    details="Exits with 1 if there is an error; a missing engine is one only with NAME.",
+    details="Exits with 1 if there is an error; a missing engine counts only with NAME.",
     run=examine,
 )
 _info.add_argument("name", metavar="NAME", help="such as vllm, or DISTRIBUTION:NAME")
-_doctor.add_argument("name", nargs="?", metavar="NAME", help="one backend; all plugins if left out")
+_doctor.add_argument("name", nargs="?", metavar="NAME", help="one backend; by default all plugins")
 for _command in (_list, _info, _doctor):
     _command.add_argument("--json", action="store_true", help="print JSON")

@@ -60,9 +60,9 @@ train = Command(
     "rl train run.yaml\n"
     "rl train run.yaml steps=20 policy.optimizer.lr=1e-6 generation.backend=vllm\n"
     "rl train run.yaml checkpoint.resume=auto",
-    details="A KEY is one of the file, with dots for sections. Ctrl-C ends the run after the "
-    "current step and saves a checkpoint, which checkpoint.resume=auto continues. Exits with 0 at "
-    "the end of the run, with 1 if it failed, with 130 or 143 if a signal ended it.",
+    details="KEY is a key of the file, with dots for sections. On Ctrl-C the run finishes the "
+    "current step and saves a checkpoint; checkpoint.resume=auto continues from it. Exits with 0 "
+    "at the end of the run, with 1 if it failed, with 130 or 143 if a signal ended it.",
     run=run,
 )
 config = Command("rl config", "Check a configuration without loading a model")
@@ -70,13 +70,13 @@ _check = config.command(
     "check",
     "Check every key of a run, or of one backend",
     "rl config check run.yaml\nrl config check run.yaml generation.backend=vllm",
-    details="A file with the key backend is one backend's configuration. Exits with 1 if a key is "
-    "unknown, missing, of another type or out of bounds; names the line.",
+    details="If the file has the key backend, it is the configuration of one backend. Exits with 1 "
+    "if a key is unknown, missing, of the wrong type or out of range; the error names the line.",
     run=check,
 )
 for _command in (train, _check):
     _command.add_argument("file", type=Path, metavar="FILE", help="YAML or JSON")
     _command.add_argument(
-        "arguments", nargs="*", metavar="KEY=VALUE", help="set instead of the file's value"
+        "arguments", nargs="*", metavar="KEY=VALUE", help="replaces the file's value"
     )
-train.add_argument("--json", action="store_true", help="print the outcome as JSON")
+train.add_argument("--json", action="store_true", help="print the result as JSON")

@@ -228,34 +228,37 @@ _running = app.command(
     "with 3 if the run is incomplete.",
     run=run,
 )
-_running.add_argument("name", metavar="NAME", help="as `rl backends list` shows it; or core")
-_running.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="where it runs")
+_running.add_argument("name", metavar="NAME", help="a name of `rl backends list`; or core")
+_running.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="default: cpu")
+_running.add_argument("--dtype", help="dtype of the weights; default: float32, on cuda bfloat16")
 _running.add_argument(
-    "--dtype", help="dtype of its weights; by default float32, and bfloat16 on cuda"
-)
-_running.add_argument(
-    "--model", metavar="PATH", help="a checkpoint in place of the suite's main tiny model"
+    "--model", metavar="PATH", help="use this checkpoint instead of the suite's main tiny model"
 )
 _running.add_argument(
     "--kind",
     action="append",
     default=[],
     choices=KINDS,
-    help="only this chapter; may be given several times",
+    help="only this chapter; can be repeated",
 )
 _running.add_argument(
-    "-k", default="", metavar="CHECKS", help="only this check by its id, or those that match"
+    "-k", default="", metavar="CHECKS", help="only the check with this id, or those that match"
 )
 _running.add_argument(
     "--fast",
     action="store_true",
-    help="only the quickest checks that find most mistakes; no report",
+    help="only the quickest checks that find most mistakes",
 )
 _running.add_argument(
-    "--timeout", type=float, metavar="SECONDS", help="for each check; by default 120 for most"
+    "--timeout", type=float, metavar="SECONDS", help="limit for each check; default: 120 for most"
 )
 _running.add_argument(
-    "-n", dest="processes", type=int, default=1, metavar="N", help="run everything in N processes"
+    "-n",
+    dest="processes",
+    type=int,
+    default=1,
+    metavar="N",
+    help="run the whole suite in N processes",
 )
 _running.add_argument(
     "--known-failures", type=Path, metavar="FILE", help="the ledger of known failures (TOML)"

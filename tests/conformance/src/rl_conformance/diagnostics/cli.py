@@ -119,33 +119,35 @@ _JSON: dict[str, Any] = {"type": _object, "default": {}, "metavar": "JSON"}
 
 app = Command(
     "rl check",
-    "Measure whether trainer and engine agree on a model",
+    "Measure whether policy and engine agree on a model",
     details="Exits with 1 if a check fails.",
 )
 _agreement = app.command(
     "logprobs",
-    "Compare the log-probs that trainer and engine give to the same tokens",
+    "Compare the log-probs that policy and engine give to the same tokens",
     "rl check logprobs path/to/model --generation vllm",
     run=measure,
 )
-_agreement.add_argument("--policy", default="hf", metavar="NAME", help="the trainer")
-_agreement.add_argument("--policy-config", **_JSON, help="further keys of its configuration")
-_agreement.add_argument("--rows", type=int, default=16, help="prompts of random tokens")
-_agreement.add_argument("--max-new-tokens", type=int, default=64)
+_agreement.add_argument("--policy", default="hf", metavar="NAME", help="the policy; default: hf")
+_agreement.add_argument("--policy-config", **_JSON, help="further keys of the policy")
+_agreement.add_argument("--rows", type=int, default=16, metavar="N", help="prompts; default: 16")
+_agreement.add_argument("--max-new-tokens", type=int, default=64, metavar="N", help="default: 64")
 _context = app.command(
     "max-model-len",
     "Check that the engine never exceeds its context length",
     "rl check max-model-len path/to/model --generation vllm",
     run=measure,
 )
-_context.add_argument("--max-model-len", type=int, default=32, help="the limit to set")
+_context.add_argument(
+    "--max-model-len", type=int, default=32, metavar="N", help="limit to set; default: 32"
+)
 _decoding = app.command(
     "generation-consistency",
     "Compare decoding with prefill over long outputs",
     "rl check generation-consistency path/to/model --generation vllm",
     run=measure,
 )
-_decoding.add_argument("--max-new-tokens", type=int, default=256)
+_decoding.add_argument("--max-new-tokens", type=int, default=256, metavar="N", help="default: 256")
 for _command, _measure in (
     (_agreement, _logprobs),
     (_context, _max_model_len),
@@ -154,9 +156,17 @@ for _command, _measure in (
     _command.add_argument(
         "model", metavar="MODEL", help="directory (or hub name) of the checkpoint"
     )
-    _command.add_argument("--generation", default="hf", metavar="NAME", help="the engine")
-    _command.add_argument("--generation-config", **_JSON, help="further keys of its configuration")
+    _command.add_argument(
+        "--generation", default="hf", metavar="NAME", help="the engine; default: hf"
+    )
+    _command.add_argument("--generation-config", **_JSON, help="further keys of the engine")
     _command.add_argument("--json", action="store_true", help="print JSON")
     _command.set_defaults(measure=_measure)
 for _command in (_agreement, _decoding):
-    _command.add_argument("--threshold", type=float, default=1.05, help="of mean exp(|error|)")
+    _command.add_argument(
+        "--threshold",
+        type=float,
+        default=1.05,
+        metavar="X",
+        help="fails if the mean of exp(|error|) is not below; default: 1.05",
+    )

@@ -20,7 +20,7 @@ _NEXT = """\
   pip install -e ".[engine,test]"
   rl conformance run {name}
 
-Then put your engine into src/{package}/engine.py; README.md says what to keep."""
+Then put your engine into src/{package}/engine.py; README.md lists what to keep."""
 
 
 def write(options: argparse.Namespace) -> None:
@@ -33,19 +33,22 @@ def write(options: argparse.Namespace) -> None:
     print(_NEXT.format(directory=path, name=options.name, package=project.package))
 
 
-app = Command("rl new", "Start a backend of your own from one that works")
+app = Command("rl new", "Write a small backend that works; then replace its engine with yours")
 _backend = app.command(
     "backend",
     "Write a plugin project, rl-NAME, with a small generation backend",
     "rl new backend mine\nrl new backend mine --directory ~/src",
-    details="The backend keeps the whole contract as it is: it generates with a transformers model,"
-    " takes refits, and has its conformance suite as tests and in CI. Its engine.py is what you "
-    "replace.",
+    details="The backend generates with a transformers model, takes refits, passes the conformance "
+    "suite, and has it as its tests and in CI. Replace its engine.py with your engine.",
     run=write,
 )
 _backend.add_argument(
-    "name", metavar="NAME", help="what users write in `backend`: lower-case words, hyphens"
+    "name", metavar="NAME", help="value of the key `backend`: lower-case words with hyphens"
 )
 _backend.add_argument(
-    "--directory", type=Path, default=Path(), metavar="PATH", help="where rl-NAME is made"
+    "--directory",
+    type=Path,
+    default=Path(),
+    metavar="PATH",
+    help="where rl-NAME is written; default: here",
 )
