@@ -41,6 +41,10 @@ class TopkKLLossFn(ConfiguredLoss):
         loss_type: Whether tokens or rows weigh the same.
         direction: Which divergence: ``"forward"``: KL(teacher, policy), ``"reverse"``: KL(policy,
             teacher), ``"mixed"``: a mixture of both, ``"jsd"``: Jensen-Shannon.
+        renormalize: In which directions the policy's probabilities are divided by their sum over
+            the top-k: only in the reverse one, in both, or in none. With ``"none"`` the reverse
+            divergence is over the whole vocabulary, and the teacher's log-prob of other tokens is
+            -100 (NeMo RL's ``zero_outside_topk``). Not for ``"jsd"``.
         mixing: The share of the forward direction in ``"mixed"``; of the teacher in ``"jsd"``.
         teacher_temperature: Divides the teacher's logits again. ``get_topk_logits`` has already
             divided them by the teacher's configured temperature: leave this at 1 if the policy has

@@ -87,14 +87,24 @@ class GRPOLossFn(ConfiguredLoss):
         loss_type: Token-level (DAPO) or the mean of each row's mean (GRPO, GSPO).
         length_norm: Divides the sum of each row, such as ``max_new_tokens`` (Dr.GRPO), instead of
             the row's length; 1 is LUSPO. Sequence-level only. None is off.
-        surrogate: The function of the ratio: ``"clip"`` (PPO), ``"cispo"``, ``"sapo"``, ``"gmpo"``
-            or ``"dppo"``; the docstring of the class has the formulas.
-        ratio_clip_min: The ratio is clipped below 1 minus this.
+        surrogate: The function of the ratio; ``"clip"`` is PPO's. The docstring of the class has
+            the formulas.
+        ratio_denominator: Log-probs that the ratio divides by. With ``"generation_logprobs"``, the
+            engine's, the log-probs of the previous policy are not needed, and weights and rejection
+            compare the engine with the current policy.
+        ratio_clip_min: The ratio is clipped below 1 minus this. With ``"gmpo"`` this bounds the
+            log-ratio, with ``"dppo"`` the change of the probability, with ``"dppo_kl"`` the KL.
         ratio_clip_max: The ratio is clipped above 1 plus this; inf is off.
-        ratio_clip_c: Dual clip: if A < 0, a token costs at most ``c |A|``. With ``"dppo"`` the
-            largest weight. None is off.
+        ratio_clip_c: Dual clip: if A < 0, a token costs at most ``c |A|``. With ``"dppo"`` and
+            ``"dppo_kl"`` the largest weight. None is off.
+        log_ratio_penalty: Factor on the squared log-ratio of tokens.
+        kl_cov_penalty: Factor on the absolute log-ratio of tokens with ``high_covariance`` true,
+            see :func:`~rl_losses.tokens.high_covariance`.
         sapo_temperature_pos: Temperature of ``"sapo"`` for tokens with A > 0.
         sapo_temperature_neg: The same for other tokens.
+        vespo_pos: k and lambda of ``"vespo"`` for tokens with A >= 0: how fast the weight falls
+            below a ratio of 1, and above.
+        vespo_neg: The same for other tokens.
         reference_policy_kl_penalty: Factor on the KL to the reference; 0 is off.
         kl_estimator: Estimator of the KL for a token, see :func:`kl_penalty`.
         kl_gradient: Weight of the estimate: ``"estimate"``: 1; ``"ratio"``: the ratio, so that
@@ -108,10 +118,15 @@ class GRPOLossFn(ConfiguredLoss):
             this. inf does not cap, None is off.
         importance_sampling_floor: The smallest of these weights.
         importance_sampling_outside: What happens to a weight outside of cap and floor:
-            ``"truncate"`` sets it to the bound, ``"mask"`` to 0 (IcePop); ``"mask_rows"`` drops
-            rows with a geometric mean of the weights outside, and keeps all other weights.
+            ``"truncate"`` sets it to the bound, ``"mask"`` to 0 (IcePop).
         importance_sampling_weight: One weight for each token, or for each row the product over its
             tokens. None: the same as ``importance_ratio``.
+        rejection: Tokens, or rows, cost nothing if this statistic of trainer and engine is out of
+            bounds: k1, k2 or k3 of :func:`kl_penalty` at each token, or its sum, mean or maximum
+            over the row. None is off.
+        rejection_max: Upper bound of the statistic. For k1 the bounds are those of the ratio of
+            trainer to engine (with ``"seq_mean_k1"`` of its geometric mean).
+        rejection_min: Lower bound. None is ``1 / rejection_max`` for k1, otherwise 0.
         off_policy_mask_threshold: Rows with A < 0 cost nothing if the mean over tokens of
             ``generation - policy`` log-probs (without ``generation_logprobs``, of
             ``prev - policy``) is above this. None is off.
