@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from examples.additions import make_model
 
 import rl_core
 from rl_core import (
@@ -31,6 +32,7 @@ from rl_core import (
     refit,
     training_batch,
 )
+from rl_core.cli import main
 from rl_core.config import check_config
 from rl_losses import DPOLossFn, GRPOLossFn, NLLLossFn, grpo_advantages
 from rl_megatron.architectures import Architecture
@@ -408,3 +410,170 @@ def test_texts_come_with_their_prompts(at: Any) -> None:
 
 def test_an_engine_shows_its_model(at: Any) -> None:
     assert re.search(r"Generation\('hf', model '.*', float32, cpu, awake, weights", repr(at.g))
+
+
+# -- runs of `rl train` ----------------------------------------------------------------------------
+
+RUN = """
+model: model
+output: out
+steps: 1
+batch_size: 4
+data: {path: rows.jsonl}
+rewards: [exact]
+grpo: {num_generations: 4}
+generation: {max_new_tokens: 4}
+"""
+ROW = '{"prompt": "1+2=", "answer": "3"}\n'
+SCORE = "def score(completions, **columns):\n    return [1.0] * len(completions)\n"
+UTF_16 = ROW.encode("utf-16")
+STEPS = "class Steps:\n    def step(self, completion):\n        pass\n"
+
+#: Arguments, files besides those of a run without mistakes, and words of the error.
+RUNS: dict[str, tuple[list[str], dict[str, str | bytes], str]] = {
+    "blanks around =": (["steps", "=", "3"], {}, "each key=value as one word"),
+    "blanks in a list": (["rewards=[exact,", "format]"], {}, "in quotes if it has spaces"),
+    "==": (["steps==3"], {}, "each key=value as one word"),
+    "a colon": (["steps:3"], {}, "each key=value as one word"),
+    "two files": (["more.yaml"], {}, "write the file first"),
+    "--steps 3": (["--steps", "3"], {}, "write FILE KEY=VALUE without dashes"),
+    "--policy.optimizer.lr=1": (["--policy.optimizer.lr=1"], {}, "FILE KEY=VALUE without dashes"),
+    "Hydra's slashes": (["policy/optimizer/lr=1"], {}, "write `policy: {optimizer: {lr: ...}}`"),
+    "an entry of a list": (["rewards.0=math"], {}, "set a list as a whole"),
+    "None for null": (["steps=None"], {}, "YAML reads None as text: set 'steps' to null"),
+    "one reward": (["rewards=exact"], {}, "set 'rewards' to ['exact']"),
+    "one device": (["placement.policy.devices=0"], {}, "devices' to [0]"),
+    "TRL: learning_rate": (["learning_rate=1"], {}, "write `policy: {optimizer: {lr: ...}}`"),
+    "TRL: max_completion_length": (
+        ["max_completion_length=8"],
+        {},
+        "write `generation: {max_new_tokens: ...}`",
+    ),
+    "TRL: beta": (["beta=0.1"], {}, "write `loss: {reference_policy_kl_penalty: ...}`"),
+    "TRL: epsilon": (["epsilon=0.2"], {}, "`loss: {ratio_clip_min: ...}` and `loss: {ratio_"),
+    "TRL: bf16": (["bf16=true"], {}, "write `policy: {torch_dtype: bfloat16}` and `generation:"),
+    "TRL: use_vllm": (["use_vllm=true"], {}, "write `generation: {backend: vllm}`"),
+    "TRL: max_steps": (["max_steps=9"], {}, "write 'steps' instead"),
+    "TRL: output_dir": (["output_dir=x"], {}, "write 'output' instead"),
+    "TRL: save_steps": (["save_steps=9"], {}, "write `checkpoint: {every: ...}`"),
+    "TRL: report_to": (["report_to=wandb"], {}, "write `log: {to: ...}`"),
+    "TRL: reward_weights": (["reward_weights=[1]"], {}, "[{function: ..., weight: ...}]}`"),
+    "TRL: train_dataset": (["train_dataset=x"], {}, "write `data: {path: ...}`"),
+    "TRL: gradient_accumulation_steps": (
+        ["gradient_accumulation_steps=2"],
+        {},
+        "write `batch_size: prompts of all passes`",
+    ),
+    "NeMo RL: num_prompts_per_step": (["grpo.num_prompts_per_step=8"], {}, "`batch_size: ...`"),
+    "NeMo RL: policy.generation": (
+        ["policy.generation={backend: vllm}"],
+        {},
+        "set the keys of the section generation instead of policy.generation",
+    ),
+    "verl: actor_rollout_ref": (
+        ["actor_rollout_ref.actor.optim.lr=1", "actor_rollout_ref.rollout.n=8"],
+        {},
+        "'actor_rollout_ref.actor.optim.lr'; write `grpo: {num_generations: ...}`",
+    ),
+    "the optimizer at the top": (["optimizer.lr=1"], {}, "write `policy: {optimizer: ...}`"),
+    "keys with dots in YAML": (
+        [],
+        {"run.yaml": RUN + "policy.optimizer.lr: 1.0\n"},
+        "write `policy: {optimizer: {lr: ...}}` instead of 'policy.optimizer.lr'",
+    ),
+    "completions of the engine": (
+        ["generation.num_generations=8"],
+        {},
+        "set grpo.num_generations instead of generation.num_generations",
+    ),
+    "a global batch": (["policy.train_global_batch_size=5"], {}, "set batch_size and grpo.updates"),
+    "temperature 0": (["generation.temperature=0"], {}, "set 'do_sample' to False"),
+    "a mode of refits": (["refit.mode=fast"], {}, "use one of ('auto', 'direct', 'packed')"),
+    "${HOME}": (["output=${HOME}/out"], {}, "${oc.env:NAME}"),
+    "resume: true": (["checkpoint.resume=true"], {}, "'auto' or 'never'"),
+    "a configuration in UTF-16": ([], {"run.yaml": RUN.encode("utf-16")}, "in the encoding UTF-8"),
+    "an output that is a file": (["output=rows.jsonl"], {}, "choose another output"),
+    "data in UTF-16": ([], {"rows.jsonl": UTF_16}, "save the file in the encoding UTF-8"),
+    "a home that is empty": (["data.path=~/nowhere.jsonl"], {}, "there is no file '/"),
+    "the split of a file": (["data.split=test"], {}, "a file with the rows of the split"),
+    "all prompts too long": (["data.max_prompt_tokens=1"], {}, "set data.long_prompts to cut"),
+    "ShareGPT's messages": (
+        [],
+        {"rows.jsonl": '{"prompt": [{"from": "human", "value": "1+2="}]}'},
+        "messages like {role: user, content: ...}",
+    ),
+    "messages without a template": (
+        [],
+        {"rows.jsonl": '{"prompt": [{"role": "user", "content": "1+2="}], "answer": "3"}'},
+        "set data.chat_template",
+    ),
+    "a prompt without tokens": (
+        ["data.chat_template='{{ messages[0].content }}'"],
+        {"rows.jsonl": '{"prompt": [{"role": "user", "content": null}], "answer": "3"}'},
+        "give it a text that the tokenizer knows",
+    ),
+    "other columns in the evaluation": (
+        ["evaluation.data.path=test.jsonl"],
+        {"test.jsonl": '{"question": "1+2=", "solution": "3"}'},
+        "give these rows a column 'answer', as the rows of data have",
+    ),
+    "a column that rewards need": (
+        ["rewards=[r.py:score]"],
+        {"r.py": SCORE.replace("**columns", "ground_truth")},
+        "set its 'columns' to {ground_truth: COLUMN}",
+    ),
+    "a class as a reward": (
+        ["rewards=[r.py:Score]"],
+        {"r.py": "class Score:\n    def __call__(self, completions):\n        return [1.0]\n"},
+        "make an instance, such as score = Score(...)",
+    ),
+    "a reward without parameters": (
+        ["rewards=[r.py:score]"],
+        {"r.py": "def score():\n    return [1.0]\n"},
+        "give it a parameter 'completions'",
+    ),
+    "a reward that does not parse": (
+        ["rewards=[r.py:score]"],
+        {"r.py": SCORE.replace(":\n", "\n")},
+        "r.py; what it imports must be installed",
+    ),
+    "a reward with dots": (["rewards=[r.score]"], {}, "write one of these, module:name or file.py"),
+    "a file that is not there": (["rewards=[q.py:score]"], {}, "write module:function"),
+    "an environment's step": (
+        ["environment.function=e.py:Steps"],
+        {"e.py": STEPS},
+        "name a class with step(self, completion, row)",
+    ),
+    "an environment that is a function": (
+        ["environment.function=e.py:step"],
+        {"e.py": "def step(completion, row):\n    pass\n"},
+        "name a class with step(self, completion, row)",
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def with_tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_model(tmp_path_factory.mktemp("runs") / "model", 0, layers=1)
+
+
+@pytest.mark.parametrize("mistake", RUNS)
+def test_a_run_ends_in_the_fix_before_a_model_is_loaded(
+    mistake: str,
+    with_tokenizer: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    arguments, files, words = RUNS[mistake]
+    monkeypatch.chdir(tmp_path)
+    Path("model").symlink_to(with_tokenizer)
+    monkeypatch.setattr("rl_train.run.Backends", None)
+    for name, text in {"run.yaml": RUN, "rows.jsonl": ROW * 4, **files}.items():
+        Path(name).write_bytes(text if isinstance(text, bytes) else text.encode())
+    try:
+        code = main(["train", "run.yaml", *arguments])
+    except SystemExit as error:
+        code = error.code if isinstance(error.code, int) else 1
+    assert code in (1, 2)
+    assert words in capsys.readouterr().err

@@ -77,9 +77,11 @@ class Command(argparse.ArgumentParser):
             if word == "--" or (self._below and word[0:1] != "-"):
                 break
             if word[0:1] == "-" and name not in known and name[:2] not in known:
-                close = nearest(name, [*known, *places])
+                close = nearest(name, [*known, *places], 0.8)
                 hint = f"; did you mean {close}?" if close else ""
                 hint = f"; write {places[close]} without {close}" if close in places else hint
+                if not close and "KEY=VALUE" in places.values():
+                    hint = f"; write {' '.join(map(str, places.values()))} without dashes"
                 self.error(f"there is no option {name}{hint}")
         found, unknown = super().parse_known_args(args, namespace)
         if unknown:

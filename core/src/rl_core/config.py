@@ -38,7 +38,9 @@ __all__ = ["Range", "Unsupported", "check_config", "config_keys", "nearest", "as
 _OTHERS = {"create_policy": PolicyConfig, "create_generation": GenerationConfig}
 
 
-def check_config(spec: type, config: Mapping[str, Any], *, what: str) -> dict[str, Any]:
+def check_config(
+    spec: type, config: Mapping[str, Any], *, what: str, sections: Mapping[str, type] | None = None
+) -> dict[str, Any]:
     """Checks keys, types and bounds, and returns a plain deep copy.
 
     An int passes where the type is float; a bool never passes for a number. Mappings become
@@ -49,6 +51,8 @@ def check_config(spec: type, config: Mapping[str, Any], *, what: str) -> dict[st
         spec: The TypedDict that describes the configuration.
         config: What the user wrote.
         what: The owner of the configuration, for messages, such as ``"generation backend 'hf'"``.
+        sections: By key, the classes whose annotations are the keys of sections that another check
+            covers. An unknown key is looked for there, too.
 
     Raises:
         ConfigError: One or more keys are unknown, missing, ill-typed or out of bounds; all of them
@@ -66,12 +70,12 @@ def check_config(spec: type, config: Mapping[str, Any], *, what: str) -> dict[st
     checked = _check_dict(spec, config, "", problems)
     if not problems:
         return checked
-    known = [p.resolved(spec) if isinstance(p, _Unknown) else p for p in problems]
+    known = [p.resolved(spec, sections or {}) if isinstance(p, _Unknown) else p for p in problems]
     meant = {path for problem in known for path in problem.meant}
     text = f"{what}: {known[0].text}"
     if len(known) > 1:
         text = "\n".join([f"{what}: {len(known)} problems", *(f"- {p.text}" for p in known)])
-    fix = "; ".join(dict.fromkeys(p.fix for p in known if p.path not in meant))
+    fix = "; ".join(dict.fromkeys(p.fix for p in known if p.meant or p.path not in meant))
     raise ConfigError(text, fix=fix, key=known[0].path, keys=[p.path for p in known])
 
 
@@ -109,7 +113,7 @@ def nearest(word: str, known: Iterable[str], cutoff: float = 0.6) -> str | None:
 
 
 def _fold(word: str) -> str:
-    return word.lower().replace("-", "_")
+    return word.lower().replace("-", "_").replace("/", ".")
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,13 +173,18 @@ class _Unknown:
     def path(self) -> str:
         return f"{self.section}{self.key}"
 
-    def resolved(self, whole: type) -> _Problem:
+    def resolved(self, whole: type, sections: Mapping[str, type]) -> _Problem:
         """What to do: there is a key of that name elsewhere, one of another name, or none."""
         here = [n for n in _names(self.spec, self.section) if n.section == self.section]
         allowed = sorted(n.name for n in here if n.name == n.key and not n.refused)
         others = _OTHERS if "backend" in config_keys(whole) else {}  # a loss is not created
         calls = {n: call for call in others for n in self._named(_names(others[call]))}
         elsewhere = self._named(_names(whole))
+        if not elsewhere:
+            whole_section = isinstance(self.given, Mapping)  # and so none of the inner keys
+            at = [n for s, keys in sections.items() for n in self._named(_names(keys, f"{s}."))]
+            at = [n for n in at if not whole_section or n.section.count(".") == 1]
+            elsewhere = [n for n in at if not n.refused] or at
         found = self._named(here) or [n for n in elsewhere if n.name == n.key]
         found = found or self._near(here, 0.85) or elsewhere
         if not found and not calls:
@@ -185,9 +194,11 @@ class _Unknown:
             text = f"'{self.path}' is {_show(self.given)}, and {refused.why}"
             return _Problem(self.path, text, refused.fix)
         if found:
-            join = (" or " if found[0].name == found[0].key else " and ").join
+            several = found[0].name != found[0].key or found[0].section.split(".")[0] in sections
+            join = (" and " if several else " or ").join
             beside = [n.section == self.section for n in found]
-            names = [n.key if b else n.path for n, b in zip(found, beside, strict=True)]
+            nested = [n.setting if n.path == self.path else n.path for n in found]
+            names = [n.key if b else at for n, b, at in zip(found, beside, nested, strict=True)]
             plain = all(beside) and found[0].value == "..."
             write = join(f"'{n.key}'" if plain else n.setting for n in found)
             text += f", did you mean {join(map(repr, names))}?{listed if all(beside) else ''}"
@@ -196,6 +207,11 @@ class _Unknown:
         if isinstance(self.given, Mapping) and self.given and self.given.keys() <= {*allowed}:
             fix = f"write {', '.join(self.given)} in place of '{self.path}', not in it"
             return _Problem(self.path, f"{text}: its keys are those of the section around it", fix)
+        inside = self.given.items() if isinstance(self.given, Mapping) else ()
+        keys = [_Unknown(self.spec, f"{self.path}.", str(key), each) for key, each in inside]
+        if fixes := [p for key in keys if (p := key.resolved(whole, sections)).meant]:
+            meant = tuple(path for p in fixes for path in p.meant)
+            return _Problem(self.path, text, "; ".join(p.fix for p in fixes), meant)
         for name, call in calls.items():
             fix = f"set {name.setting} in the configuration of {call}"
             return _Problem(self.path, f"{text}: {call} takes it", fix)
@@ -207,8 +223,10 @@ class _Unknown:
 
     def _named(self, names: Iterable[_Name]) -> list[_Name]:
         """Those of this name; keys before other libraries' names."""
-        found = [name for name in names if _fold(name.name) == _fold(self.key)]
-        return [name for name in found if name.name == name.key] or found
+        key = _fold(self.key)
+        found = [name for name in names if key in (_fold(name.name), _fold(name.path))]
+        first = {name.key: name for name in reversed(found)}  # a section may be there twice
+        return [name for name in found if name.name == name.key] or list(first.values())[::-1]
 
 
 def _items(spec: type) -> dict[str, tuple[Any, bool]]:
@@ -247,14 +265,8 @@ def _check_dict(
             problems.append(_Unknown(spec, path, str(key), given))
     for key, (hint, required) in items.items():
         if required and key not in value:
-            expected = _describe(hint)
-            problems.append(
-                _Problem(
-                    f"{path}{key}",
-                    f"the required key '{path}{key}' ({expected}) is missing",
-                    f"set '{path}{key}'",
-                )
-            )
+            text = f"the required key '{path}{key}' ({_describe(hint)}) is missing"
+            problems.append(_Problem(f"{path}{key}", text, f"set '{path}{key}'"))
     return checked
 
 
@@ -262,16 +274,17 @@ def _mistyped(hint: Any, value: Any, at: str) -> _Problem:
     expected = _describe(hint)
     text, fix = f"'{at}' must be {expected}, got {_show(value)}", f"set '{at}' to {expected}"
     members = [_bare(member) for member in (hint, *get_args(_bare(hint)))]
+    lists = [get_args(member)[0] for member in members if get_origin(member) is list]
     if isinstance(value, str) and get_origin(members[0]) is Literal:
         if near := nearest(value, map(str, members[1:])):
             fix = f"set '{at}' to {near!r}"
-    elif isinstance(value, str) and list[str] in members:
-        fix = f"set '{at}' to [{value!r}]"
+    elif any(_is_instance(m, value) for each in lists for m in (each, *get_args(each))):
+        fix = f"set '{at}' to {[value]!r}"
+    elif value == "None" and types.NoneType in members:
+        fix = f"YAML reads None as text: set '{at}' to null"
     elif isinstance(value, str):
         number, written = _number(value)
-        if number is not None and any(
-            _is_instance(member, number) for member in members if isinstance(member, type)
-        ):
+        if number is not None and any(_is_instance(member, number) for member in members):
             fix = f"write {written} without quotes"
             if written != value:
                 fix = f"YAML reads {value} as text: write {written}"
@@ -308,10 +321,8 @@ def _check(hint: Any, value: Any, at: str, problems: list[_Problem | _Unknown]) 
             text = f"'{at}' must have {len(hints)} entries, got {len(value)}"
             problems.append(_Problem(at, text, f"give '{at}' {len(hints)} entries"))
             return value
-        checked = [
-            _check(hint, entry, f"{at}[{i}]", problems)
-            for i, (hint, entry) in enumerate(zip(hints, value, strict=True))
-        ]
+        entries = enumerate(zip(hints, value, strict=True))
+        checked = [_check(each, entry, f"{at}[{i}]", problems) for i, (each, entry) in entries]
         return tuple(checked) if origin is tuple else checked
     if origin in (dict, Mapping) and isinstance(value, Mapping):
         key_hint, value_hint = args
@@ -319,12 +330,10 @@ def _check(hint: Any, value: Any, at: str, problems: list[_Problem | _Unknown]) 
             _check(key_hint, k, f"{at}.{k}", problems): _check(value_hint, v, f"{at}.{k}", problems)
             for k, v in value.items()
         }
-    if not _is_instance(hint, value):
-        plain = _plain(value)
-        if not _is_instance(hint, plain):
-            problems.append(_mistyped(hint, value, at))
-        return plain
-    return value
+    plain = value if _is_instance(hint, value) else _plain(value)
+    if not _is_instance(hint, plain):
+        problems.append(_mistyped(hint, value, at))
+    return plain
 
 
 def _plain(value: Any) -> Any:
@@ -340,22 +349,13 @@ def _check_bounds(hint: Any, value: Any, at: str, problems: list[_Problem | _Unk
     inner, *bounds = get_args(hint)
     before = len(problems)
     checked = _check(inner, value, at, problems)
-    if len(problems) == before and isinstance(checked, int | float):
-        problems.extend(
-            _Problem(
-                at,
-                f"'{at}' must be {bound}, got {_show(value)}",
-                bound.fix or f"set '{at}' to a value {bound}",
-            )
-            for bound in bounds
-            if isinstance(bound, Range) and checked not in bound
-        )
-    if len(problems) == before and checked is not None:
-        problems.extend(
-            _Problem(at, f"'{at}' is {_show(value)}, and {bound.why}", bound.fix)
-            for bound in bounds
-            if isinstance(bound, Unsupported)
-        )
+    for bound in bounds if len(problems) == before else ():
+        if isinstance(bound, Unsupported) and checked is not None:
+            text = f"'{at}' is {_show(value)}, and {bound.why}"
+            problems.append(_Problem(at, text, bound.fix))
+        elif isinstance(bound, Range) and isinstance(checked, int | float) and checked not in bound:
+            fix = bound.fix or f"set '{at}' to a value {bound}"
+            problems.append(_Problem(at, f"'{at}' must be {bound}, got {_show(value)}", fix))
     return checked
 
 
@@ -386,11 +386,8 @@ def _is_instance(hint: Any, value: Any) -> bool:
         return any(value == option and type(value) is type(option) for option in get_args(hint))
     if is_typeddict(hint) or not isinstance(hint, type) or get_origin(hint) is not None:
         return False
-    if hint is float:
-        return isinstance(value, int | float) and not isinstance(value, bool)
-    if hint is int:
-        return isinstance(value, int) and not isinstance(value, bool)
-    return isinstance(value, hint)
+    number = not isinstance(value, bool) if hint in (int, float) else True
+    return number and isinstance(value, int | float if hint is float else hint)
 
 
 def _bare(hint: Any) -> Any:
@@ -426,6 +423,4 @@ _repr.maxstring = _repr.maxother = 60
 
 
 def _show(value: Any) -> str:
-    if value is None:
-        return "None"
-    return f"{_repr.repr(value)} ({type(value).__name__})"
+    return "None" if value is None else f"{_repr.repr(value)} ({type(value).__name__})"

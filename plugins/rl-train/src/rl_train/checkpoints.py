@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any
 from rl_core.errors import CheckpointError, ConfigError
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from rl_core import ColocatablePolicyInterface
     from rl_train.config import RunConfig
 
@@ -85,9 +87,9 @@ class Checkpoints:
         except (OSError, ValueError) as error:
             raise CheckpointError(
                 f"{path} is no checkpoint of a run: {error}",
-                fix="give the folder of one, such as runs/grpo/checkpoints/step-000100",
+                fix="give the folder of one, such as runs/grpo/checkpoints/step-000100, or auto",
             ) from None
-        before, now = written["config"], _comparable(self._config)
+        before, now = _flat(written["config"]), _flat(_comparable(self._config))
         changed = sorted(
             key for key in before.keys() | now.keys() if before.get(key) != now.get(key)
         )
@@ -132,6 +134,15 @@ class Checkpoints:
         for old in self.all()[: -self.keep]:
             shutil.rmtree(old)
         return path
+
+
+def _flat(config: Mapping[str, Any], section: str = "") -> dict[str, Any]:
+    """Values by dotted path."""
+    flat: dict[str, Any] = {}
+    for key, value in config.items():
+        at = f"{section}{key}"
+        flat |= _flat(value, f"{at}.") if value and isinstance(value, dict) else {at: value}
+    return flat
 
 
 def _comparable(config: RunConfig) -> dict[str, Any]:

@@ -7,14 +7,17 @@ before a model is loaded, and an error names the line of the file or the argumen
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NotRequired, TypedDict, TypeVar
 
 from rl_core.config import check_config
-from rl_core.errors import ConfigError, RLError
-from rl_core.interfaces.constraints import Range
+from rl_core.errors import ConfigError, PluginError, RLError
+from rl_core.interfaces.constraints import AlsoCalled, Range
+from rl_losses import DPOLossFn, GRPOLossFn, NLLLossFn
 from rl_train.encoding import DataConfig
 from rl_train.log import LogConfig
 from rl_train.rewards import RewardConfig
@@ -23,6 +26,7 @@ if TYPE_CHECKING:
     from rl_core.plugins.manifest import Kind
 
 __all__ = [
+    "LOSSES",
     "CheckpointConfig",
     "EnvironmentConfig",
     "EvaluationConfig",
@@ -34,6 +38,14 @@ __all__ = [
     "check_run",
     "read_config",
 ]
+
+#: The loss of each method.
+LOSSES: dict[str, Any] = {"grpo": GRPOLossFn, "dpo": DPOLossFn, "sft": NLLLossFn}
+_STEPS = AlsoCalled("max_steps max_num_steps total_training_steps")
+_EPOCHS = AlsoCalled("num_train_epochs total_epochs max_num_epochs")
+_PROMPTS = AlsoCalled("num_prompts_per_step train_batch_size")
+_PASSES = AlsoCalled("gradient_accumulation_steps", "prompts of all passes")
+_MINI = AlsoCalled("ppo_mini_batch_size", "completions of a step / those of a mini-batch")
 
 
 class GrpoConfig(TypedDict, total=False):
@@ -52,12 +64,18 @@ class GrpoConfig(TypedDict, total=False):
             the loss. Default ``"keep"``.
     """
 
-    num_generations: Annotated[int, Range(ge=2)]
-    updates: Annotated[int, Range(ge=1)]
-    advantages: dict[str, Any]
-    equal_rewards: Literal["keep", "redraw"]
+    num_generations: Annotated[int, Range(ge=2), AlsoCalled("num_generations_per_prompt n")]
+    updates: Annotated[int, Range(ge=1), _MINI]
+    advantages: Annotated[
+        dict[str, Any], AlsoCalled("scale_rewards normalize_rewards", "{normalize_std: ...}")
+    ]
+    equal_rewards: Annotated[
+        Literal["keep", "redraw"], AlsoCalled("use_dynamic_sampling filter_groups", "redraw")
+    ]
     max_redraws: Annotated[int, Range(ge=1)]
-    truncated: Literal["keep", "mask"]
+    truncated: Annotated[
+        Literal["keep", "mask"], AlsoCalled("mask_truncated_completions overlong_filtering", "mask")
+    ]
 
 
 class RewardsConfig(TypedDict):
@@ -72,7 +90,12 @@ class RewardsConfig(TypedDict):
             that are passed as objects.
     """
 
-    functions: NotRequired[list[str | RewardConfig]]
+    functions: NotRequired[
+        Annotated[
+            list[str | RewardConfig],
+            AlsoCalled("weights reward_weights", "[{function: ..., weight: ...}]"),
+        ]
+    ]
     deadline_s: NotRequired[Annotated[float, Range(gt=0)]]
     workers: NotRequired[Annotated[int, Range(ge=0)]]
 
@@ -134,8 +157,8 @@ class EvaluationConfig(TypedDict, total=False):
         greedy: Take the most likely tokens instead of sampling. Default False.
     """
 
-    data: DataConfig
-    every: Annotated[int, Range(ge=0)]
+    data: Annotated[DataConfig, AlsoCalled("eval_dataset val_files val_data", "{path: ...}")]
+    every: Annotated[int, Range(ge=0), AlsoCalled("eval_steps val_period test_freq")]
     samples: Annotated[int, Range(ge=1)]
     correct: float
     greedy: bool
@@ -153,9 +176,12 @@ class CheckpointConfig(TypedDict, total=False):
             Default ``"never"``.
     """
 
-    every: Annotated[int, Range(ge=0)]
-    keep: Annotated[int, Range(ge=1)]
-    resume: str
+    every: Annotated[int, Range(ge=0), AlsoCalled("save_steps save_period save_freq")]
+    keep: Annotated[int, Range(ge=1), AlsoCalled("save_total_limit keep_top_k")]
+    resume: Annotated[
+        Literal["auto", "never"] | str,  # noqa: PYI051 - an error shows these words
+        AlsoCalled("resume_from_checkpoint resume_mode"),
+    ]
 
 
 class RunConfig(TypedDict):
@@ -187,20 +213,22 @@ class RunConfig(TypedDict):
         log: See :class:`LogConfig`.
     """
 
-    model: str
+    model: Annotated[str, AlsoCalled("model_name_or_path model_name model_path")]
     method: NotRequired[Literal["grpo", "dpo", "sft"]]
-    output: NotRequired[str]
+    output: NotRequired[Annotated[str, AlsoCalled("output_dir log_dir checkpoint_dir")]]
     seed: NotRequired[Annotated[int, Range(ge=0)]]
-    steps: NotRequired[Annotated[int | None, Range(ge=1)]]
-    epochs: NotRequired[Annotated[float, Range(gt=0)]]
-    batch_size: NotRequired[Annotated[int, Range(ge=1)]]
+    steps: NotRequired[Annotated[int | None, Range(ge=1), _STEPS]]
+    epochs: NotRequired[Annotated[float, Range(gt=0), _EPOCHS]]
+    batch_size: NotRequired[Annotated[int, Range(ge=1), _PROMPTS, _PASSES]]
     restarts: NotRequired[Annotated[int, Range(ge=0)]]
     data: NotRequired[DataConfig]
-    rewards: NotRequired[RewardsConfig | list[str | RewardConfig]]
+    rewards: NotRequired[
+        Annotated[RewardsConfig | list[str | RewardConfig], AlsoCalled("reward_funcs reward_fn")]
+    ]
     grpo: NotRequired[GrpoConfig]
     loss: NotRequired[dict[str, Any]]
     policy: NotRequired[dict[str, Any]]
-    generation: NotRequired[dict[str, Any]]
+    generation: NotRequired[Annotated[dict[str, Any], AlsoCalled("use_vllm", "{backend: vllm}")]]
     environment: NotRequired[EnvironmentConfig | None]
     refit: NotRequired[dict[str, Any]]
     placement: NotRequired[PlacementConfig]
@@ -262,34 +290,45 @@ def read_config(
     """
     import yaml
     from omegaconf import OmegaConf
-    from omegaconf.errors import OmegaConfBaseException
+    from omegaconf.errors import InterpolationResolutionError, OmegaConfBaseException
 
     lines: dict[str, int] = {}
     given: Any = {}
     file = None if path is None else Path(path)
     for argument in arguments:
-        if "=" not in argument or argument.startswith("="):
+        key, _, value = argument.partition("=")
+        if not key or key == argument or value.startswith("="):
             raise ConfigError(
                 f"the argument {argument!r} is no key=value pair",
-                fix="write it as steps=100 or policy.optimizer.lr=1e-6",
+                fix="write the file first, then each key=value as one word: steps=100, or in "
+                "quotes if it has spaces: 'rewards=[exact, format]'",
                 key=argument,
             )
     try:
         if file is not None:
-            text = file.read_text(encoding="utf-8")
-            _lines_of(yaml.compose(text, Loader=yaml.SafeLoader), "", lines)
+            with file.open(encoding="utf-8") as text:
+                _lines_of(yaml.compose(text, Loader=yaml.SafeLoader), "", lines)
             given = OmegaConf.load(file)
         merged = OmegaConf.merge(given, OmegaConf.from_dotlist(list(arguments)))
         config = OmegaConf.to_container(merged, resolve=True)
     except OSError as error:
         raise ConfigError(
-            f"{path}: {error.strerror}", fix="give the path of a YAML file", key=str(path)
+            f"{path}: {error.strerror}",
+            fix="give the path of a YAML file, before any key=value",
+            key=str(path),
         ) from None
-    except (yaml.YAMLError, OmegaConfBaseException, ValueError) as error:
-        where = str(file) if file is not None else "the arguments"
-        raise ConfigError(
-            f"{where} cannot be read: {error}", fix="correct the YAML there", key=where
-        ) from None
+    except (yaml.YAMLError, OmegaConfBaseException, ValueError, TypeError) as error:
+        fixes = {
+            UnicodeDecodeError: "save it in the encoding UTF-8",
+            InterpolationResolutionError: r"write ${oc.env:NAME} for a variable of the environment "
+            r"that is set, ${section.key} for another key, or \${ where no variable is meant",
+            TypeError: "set a list as a whole: key=[a, b]",
+            Exception: "correct the YAML there",
+        }
+        fix = next(fix for kind, fix in fixes.items() if isinstance(error, kind))
+        written = file is not None and not isinstance(error, TypeError)
+        where = str(file) if written else "the arguments"
+        raise ConfigError(f"{where} cannot be read: {error}", fix=fix, key=where) from None
     if not isinstance(config, dict):
         raise ConfigError(
             f"{path} contains a {type(config).__name__}, not keys with values",
@@ -318,10 +357,13 @@ def check_run(config: Mapping[str, Any], origins: Origins | None = None) -> RunC
         PluginError: A backend is not installed.
     """
     origins = origins or Origins()
+    config = _with_home(config)
     try:
-        checked: Any = check_config(RunConfig, config, what="the run")
+        sections = _sections(config)
+        checked: Any = check_config(RunConfig, config, what="the run", sections=sections)
         _complete(checked)
-        for kind in ("policy", "generation"):
+        _check_refit(checked["refit"])
+        for kind in ("generation", "policy"):  # the policy takes the temperature of the engine
             if kind == "policy" or checked["method"] == "grpo":
                 check_backend(kind, checked[kind], prefix=f"{kind}.")
     except ConfigError as error:
@@ -341,9 +383,6 @@ def check_backend(kind: Kind, config: Mapping[str, Any], *, prefix: str = "") ->
         ConfigError: As :func:`rl_core.config.check_config`.
         PluginError: No installed plugin provides the backend.
     """
-    from rl_core.plugins.discovery import load_object
-    from rl_core.plugins.registry import find_provider, resolve
-
     name = config.get("backend")
     if not isinstance(name, str):
         raise ConfigError(
@@ -351,10 +390,8 @@ def check_backend(kind: Kind, config: Mapping[str, Any], *, prefix: str = "") ->
             fix="set backend to a name that `rl backends list` shows",
             key=f"{prefix}backend",
         )
-    manifest = resolve(name, kind)
-    spec = load_object(manifest.configs[kind], find_provider(name))
     try:
-        check_config(spec, config, what=f"{kind} backend {name!r}")
+        check_config(_spec(kind, name), config, what=f"{kind} backend {name!r}")
     except ConfigError as error:
         keys = error.details.get("keys", [])
         error.details |= {
@@ -362,6 +399,57 @@ def check_backend(kind: Kind, config: Mapping[str, Any], *, prefix: str = "") ->
             "keys": [f"{prefix}{key}" for key in keys],
         }
         raise
+
+
+def _spec(kind: Kind, name: str) -> type:
+    """The TypedDict of a backend's configuration."""
+    from rl_core.plugins.discovery import load_object
+    from rl_core.plugins.registry import find_provider, resolve
+
+    spec: type = load_object(resolve(name, kind).configs[kind], find_provider(name))
+    return spec
+
+
+def _sections(config: Any) -> dict[str, type]:
+    """What the sections may contain that are checked on their own, as far as that is known."""
+    sections: dict[str, type] = {}
+    with suppress(
+        AttributeError, LookupError, TypeError, PluginError
+    ):  # reported where it is checked
+        sections["loss"] = LOSSES[config.get("method", "grpo")]
+        for kind in ("policy", "generation"):
+            sections[kind] = _spec(kind, config.get(kind, {}).get("backend", "hf"))
+    return sections
+
+
+def _check_refit(given: Mapping[str, Any]) -> None:
+    from rl_core.weights.options import SendOptions
+
+    own = ("address", "rename", "retries")  # of the call itself
+    try:
+        SendOptions.of({key: value for key, value in given.items() if key not in own})
+    except ConfigError as error:
+        error.details["key"] = f"refit.{error.details.get('key', '')}"
+        raise
+
+
+def _with_home(value: Any) -> Any:
+    """The value with ``~/`` at the beginning of texts replaced, as shells do for most paths."""
+    if isinstance(value, Mapping):
+        return {key: _with_home(one) for key, one in value.items()}
+    if isinstance(value, list):
+        return [_with_home(one) for one in value]
+    at_home = isinstance(value, str) and value.startswith("~/")
+    return os.path.expanduser(value) if at_home else value
+
+
+#: Keys of backends that are not the user's in a run, and what is.
+_BY_RUN = {
+    "policy.generation": "the keys of the section generation",
+    "policy.resume_from": "checkpoint.resume",
+    "policy.train_global_batch_size": "batch_size and grpo.updates",
+    "generation.num_generations": "grpo.num_generations",
+}
 
 
 def _complete(config: dict[str, Any]) -> None:
@@ -381,6 +469,14 @@ def _complete(config: dict[str, Any]) -> None:
         section.setdefault("backend", "hf")
         section.setdefault("model_name", config["model"])
     policy.setdefault("seed", config["seed"])
+    for key, instead in _BY_RUN.items():
+        section, _, name = key.partition(".")
+        if config[section].get(name):
+            raise ConfigError(
+                f"{key} is {config[section][name]!r}, but a run sets it itself",
+                fix=f"set {instead} instead of {key}",
+                key=key,
+            )
     grpo.setdefault("num_generations", 8)
     grpo.setdefault("updates", 1)
     if "temperature" in generation:

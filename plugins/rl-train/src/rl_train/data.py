@@ -38,8 +38,7 @@ class Rows(Sequence[dict[str, Any]]):
     def __init__(self, rows: Sequence[Any], places: Sequence[str], answer: str | None) -> None:
         self._rows, self._places, self._answer = rows, places, answer
         self._kept: Sequence[int] = range(len(rows))
-        named = getattr(rows, "column_names", None)
-        self.columns = list(named or dict.fromkeys(key for row in rows for key in row))
+        self.columns = columns_of(rows)
         self.dropped = 0
 
     def __len__(self) -> int:
@@ -60,6 +59,12 @@ class Rows(Sequence[dict[str, Any]]):
         """Leaves out all rows but these."""
         self.dropped += len(self) - len(indices)
         self._kept = [self._kept[index] for index in indices]
+
+
+def columns_of(rows: Any) -> list[str]:
+    """Names of all columns of some rows, in the order in which they appear."""
+    named = getattr(rows, "columns", None) or getattr(rows, "column_names", None)
+    return list(named or dict.fromkeys(key for row in rows for key in row))
 
 
 def import_function(path: str, *, key: str) -> Callable[..., Any]:
@@ -88,9 +93,18 @@ def import_function(path: str, *, key: str) -> Callable[..., Any]:
                     raise
         module = sys.modules.get(source) or importlib.import_module(source)
     except Exception as error:
+        named, lacks = (
+            path.rpartition(":")[0],
+            isinstance(error, ModuleNotFoundError) and error.name,
+        )
+        there = (
+            Path(named).exists() if named.endswith(".py") else not named.startswith(lacks or ":")
+        )
         raise ConfigError(
             f"{key}: {path!r} cannot be imported: {type(error).__name__}: {error}",
-            fix="write module:function, with a module that Python finds, or file.py:function",
+            fix=f"correct {named}; what it imports must be installed, or in the directory {here}"
+            if there
+            else "write module:function, with a module that Python finds, or file.py:function",
             key=key,
         ) from error
     found = getattr(module, name, None)
@@ -151,7 +165,10 @@ def load_rows(config: Mapping[str, Any], tokenizer: Any = None) -> Rows:
         for column in filter(None, texts):
             if problem := problem_of(row.get(column)):
                 text = f"data: {rows.place(index)}: {column!r} {problem}"
-                raise DataError(text, fix="correct or remove the row", key=column, row=index)
+                fix = (
+                    "give the row a text or messages like {role: user, content: ...}; or remove it"
+                )
+                raise DataError(text, fix=fix, key=column, row=index)
     most, long = checked.get("max_prompt_tokens"), checked.get("long_prompts", "drop")
     if tokenizer is not None and most is not None and columns["prompt"] and long != "cut":
         encoder = Encoder(tokenizer, {**checked, "max_prompt_tokens": None})
@@ -162,7 +179,8 @@ def load_rows(config: Mapping[str, Any], tokenizer: Any = None) -> Rows:
             raise DataError(
                 f"data: {rows.place(index)}: the prompt has {lengths[index]} tokens, {most} at "
                 f"most; {len(rows) - len(kept)} of {len(rows)} rows have such prompts",
-                fix="raise data.max_prompt_tokens, or set data.long_prompts to drop or cut",
+                fix="raise data.max_prompt_tokens, or set data.long_prompts to "
+                + ("drop or cut" if kept else "cut"),
                 row=index,
             )
         rows.keep(kept)
@@ -196,7 +214,7 @@ def _read(config: Mapping[str, Any]) -> tuple[Sequence[Any], list[str]]:
         match = nearest(missing[0], there)
         raise ConfigError(
             f"data: there is no file {missing[0]!r} in {os.getcwd()}",
-            fix=f"write {match!r}" if match else "correct data.path",
+            fix=f"write {match!r}" if match else "correct data.path; relative ones begin there",
             key="path",
         )
     if len(formats) != 1 or not formats <= set(_FORMATS.values()):
@@ -204,6 +222,12 @@ def _read(config: Mapping[str, Any]) -> tuple[Sequence[Any], list[str]]:
             f"data: {', '.join(files)} are not of one known format",
             fix=f"give files of one kind: {', '.join(_FORMATS)}",
             key="path",
+        )
+    if unused := {"name", "split"} & config.keys():
+        raise ConfigError(
+            f"data: the file {files[0]} has no {min(unused)}: datasets of the hub have",
+            fix=f"set data.path to a file with the rows of the {min(unused)}, and remove that key",
+            key=min(unused),
         )
     if kind := formats.pop():
         return _load(kind, {**config, "data_files": files}), []
@@ -214,10 +238,10 @@ def _read(config: Mapping[str, Any]) -> tuple[Sequence[Any], list[str]]:
 def _read_json(name: str) -> Iterator[tuple[dict[str, Any], str]]:
     """Objects with their places: one in each line, or those of one list."""
     with open(name, encoding="utf-8-sig") as file:
-        whole = file.read(1) == "["
-        file.seek(0)
-        line = 0
+        whole, line = False, 1
         try:
+            whole = file.read(1) == "["
+            file.seek(0)
             found: Iterable[tuple[int, Any]]
             if whole:
                 found = enumerate(json.load(file))
@@ -230,8 +254,11 @@ def _read_json(name: str) -> Iterator[tuple[dict[str, Any], str]]:
                     text = f"data: {place}: {row!r:.80} is not an object"
                     raise DataError(text, fix="write objects with a key for each column", row=line)
                 yield row, place
-        except (json.JSONDecodeError, UnicodeDecodeError) as error:
-            at = error.lineno if whole and isinstance(error, json.JSONDecodeError) else line
+        except UnicodeDecodeError as error:
+            text = f"data: {name}, about line {line}: {error}"
+            raise DataError(text, fix="save the file in the encoding UTF-8", line=line) from error
+        except json.JSONDecodeError as error:
+            at = error.lineno if whole else line
             raise DataError(
                 f"data: {name}, line {at}: broken JSON: {error}",
                 fix="correct that line; of JSONL, each line is one object",

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias, TypedDict
 
 from rl_core.config import Range, check_config
 from rl_core.errors import ConfigError, DataError
+from rl_core.interfaces.constraints import AlsoCalled
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -66,12 +67,14 @@ class DataConfig(TypedDict, total=False):
         shuffle: Whether the rows are put into a new random order in each epoch. Default True.
     """
 
-    path: str | list[str]
+    path: Annotated[
+        str | list[str], AlsoCalled("train_dataset dataset dataset_name train_files train_data")
+    ]
     name: str | None
     split: str
     options: dict[str, Any]
-    prompt: str | None
-    system: str | None
+    prompt: Annotated[str | None, AlsoCalled("prompt_key")]
+    system: Annotated[str | None, AlsoCalled("system_prompt")]
     tools: str | list[dict[str, Any]] | None
     answer: str | None
     completion: str | None
@@ -80,7 +83,7 @@ class DataConfig(TypedDict, total=False):
     chat: bool | None
     chat_template: str | None
     chat_template_kwargs: dict[str, Any]
-    max_prompt_tokens: Annotated[int | None, Range(ge=1)]
+    max_prompt_tokens: Annotated[int | None, Range(ge=1), AlsoCalled("max_prompt_length")]
     long_prompts: Literal["drop", "error", "cut"]
     limit: Annotated[int | None, Range(ge=1)]
     shuffle: bool
@@ -148,6 +151,12 @@ class Encoder:
         if isinstance(value, list) and value[-1:] and value[-1]["role"] == "assistant":
             value = value[:-1]
         ids = self._prompt_ids(value, row)
+        if not ids:
+            raise DataError(
+                f"the prompt of a row has no tokens: {row!r:.200}",
+                fix="give it a text that the tokenizer knows, or remove the row",
+                key="prompt",
+            )
         return self._fit(ids, len(ids))[0]
 
     def shown(self, row: Mapping[str, Any]) -> Any:

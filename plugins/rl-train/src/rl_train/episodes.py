@@ -193,7 +193,14 @@ def play(
             found.version = int(output["weights_version"][0])
             found.origin = int(output["weights_origin"][0])
             found.text.append(decode(made))
-            turn = environment.step(found.text[-1], rows[number])
+            try:
+                turn = environment.step(found.text[-1], rows[number])
+            except Exception as error:
+                raise DataError(
+                    f"{type(environment).__name__}.step fails on {found.text[-1]!r:.100}: "
+                    f"{type(error).__name__}: {error}",
+                    fix="correct it; rl --debug train ... shows the traceback",
+                ) from error
             if not isinstance(turn, Turn):
                 raise DataError(
                     f"{type(environment).__name__}.step returned a {type(turn).__name__}",

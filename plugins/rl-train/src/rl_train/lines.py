@@ -106,9 +106,12 @@ def put_aside(path: Path) -> None:
 
 def failed(path: Path, error: OSError) -> LogError:
     """What a person reads when ``path`` cannot be written."""
+    fix = f"free space under {path.parent}, or make it writable; then resume the run"
+    if isinstance(error, FileExistsError | FileNotFoundError | NotADirectoryError):
+        fix = "choose another output: no folder can be made there"
     return LogError(
         f"{path} cannot be written: {error.strerror}; what it had before is whole",
-        fix=f"free space under {path.parent}, or make it writable; then resume the run",
+        fix=fix,
         path=str(path),
         errno=error.errno,
     )

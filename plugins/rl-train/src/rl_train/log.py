@@ -18,7 +18,7 @@ from rich.table import Table
 from rich.text import Text
 
 from rl_core.config import check_config
-from rl_core.interfaces.constraints import Range
+from rl_core.interfaces.constraints import AlsoCalled, Range
 from rl_train.curves import plot
 from rl_train.lines import (
     LogError,
@@ -54,9 +54,15 @@ class LogConfig(TypedDict, total=False):
             directory; None for no plot. Default ``"curves.png"``.
     """
 
-    to: list[Literal["tensorboard", "wandb", "mlflow"]]
-    project: str
-    run_name: str
+    to: Annotated[
+        list[Literal["tensorboard", "wandb", "mlflow"]],
+        AlsoCalled("report_to trackers"),
+        AlsoCalled("wandb wandb_enabled use_wandb", "[wandb]"),
+        AlsoCalled("tensorboard tensorboard_enabled", "[tensorboard]"),
+        AlsoCalled("mlflow mlflow_enabled", "[mlflow]"),
+    ]
+    project: Annotated[str, AlsoCalled("project_name wandb_project")]
+    run_name: Annotated[str, AlsoCalled("experiment_name exp_name")]
     completions: Annotated[int, Range(ge=0)]
     completions_every: Annotated[int, Range(ge=1)]
     plot: str | None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 import time
 from collections.abc import Callable, Mapping
@@ -14,7 +15,8 @@ import torch
 
 from rl_core import BatchedDataDict, training_batch
 from rl_core.errors import ConfigError
-from rl_losses import AdvantageEstimator, DPOLossFn, GRPOLossFn, NLLLossFn, groups_without_spread
+from rl_losses import AdvantageEstimator, groups_without_spread
+from rl_train.config import LOSSES
 from rl_train.data import import_function
 from rl_train.encoding import pad
 from rl_train.episodes import TurnEncoder, play, training_rows
@@ -29,13 +31,19 @@ if TYPE_CHECKING:
     from rl_train.encoding import Encoder
     from rl_train.rewards import Grades, Rewards
 
-__all__ = ["METHODS", "Generated", "Step", "Study", "evaluate", "loss_of", "learn_step"]
+__all__ = [
+    "METHODS",
+    "Generated",
+    "Step",
+    "Study",
+    "environment_of",
+    "evaluate",
+    "learn_step",
+    "loss_of",
+]
 
 #: Does one step; returns its metrics and some completions for the log.
 Step: TypeAlias = Callable[["Study", "dict[str, float]"], "tuple[dict[str, float], list[Any]]"]
-
-
-_LOSSES: dict[str, Any] = {"dpo": DPOLossFn, "sft": NLLLossFn}
 
 
 @dataclass
@@ -119,11 +127,35 @@ def loss_of(config: RunConfig) -> Any:
             section = "loss"
             options.setdefault("reference_policy_kl_penalty", 0.0)
             options.setdefault("on_policy", config["grpo"]["updates"] == 1)
-            return GRPOLossFn.from_config(options)
-        return _LOSSES[config["method"]].from_config(options)
+        return LOSSES[config["method"]].from_config(options)
     except ConfigError as error:
         error.details["key"] = f"{section}.{error.details.get('key', '')}"
         raise
+
+
+def environment_of(config: RunConfig) -> Callable[[], Any] | None:
+    """What makes an environment for an episode; None if the run has none.
+
+    Raises:
+        ConfigError: It cannot be made with its options, or has no ``step(completion, row)``.
+    """
+    given = config.get("environment")
+    if not given:
+        return None
+    made: Any = import_function(given["function"], key="environment.function")
+    options = given.get("options", {})
+    try:
+        inspect.signature(made).bind(**options)
+        is_class = inspect.isclass(made)  # else a function that makes one
+        if is_class:
+            inspect.signature(made.step).bind(None, "completion", {})
+    except (AttributeError, TypeError) as error:
+        raise ConfigError(
+            f"environment.function: {given['function']!r} cannot be used: {error}",
+            fix="name a class with step(self, completion, row) that environment.options can make",
+            key="environment.function",
+        ) from error
+    return partial(made, **options)
 
 
 def generate(
@@ -139,20 +171,17 @@ def generate(
     every = [row for row in rows for _ in range(samples)]
     ids = [study.encoder.prompt(row) for row in rows]
     seeds = torch.randint(0, 2**62, (len(every),), generator=study.generator)
-    environment = study.config.get("environment")
+    environment, make = study.config.get("environment"), environment_of(study.config)
     extra = torch.zeros(len(every))
     with timed(seconds, "generate"):
         generation.prepare_for_generation()
-        if environment:
+        if environment and make:
             episodes = play(
                 generation,
                 [one for one in ids for _ in range(samples)],
                 every,
                 seeds.tolist(),
-                make=partial(
-                    import_function(environment["function"], key="environment.function"),
-                    **environment.get("options", {}),
-                ),
+                make=make,
                 encode=TurnEncoder(
                     study.tokenizer,
                     chat=study.encoder.chat,

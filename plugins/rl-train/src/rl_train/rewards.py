@@ -117,6 +117,13 @@ class Rewards:
                 key="rewards",
             )
         self._functions = [_Function.make(each) for each in functions]
+        for each in self._functions:
+            if inspect.isclass(each.load()):
+                raise ConfigError(
+                    f"rewards: {each.name!r} is a class, not a function",
+                    fix=f"make an instance, such as score = {each.name}(...), and give that",
+                    key="function",
+                )
         self._weights = list(weights or [function.weight for function in self._functions])
         self.names = [function.name for function in self._functions]
         if twice := {name for name in self.names if self.names.count(name) > 1}:
@@ -148,6 +155,15 @@ class Rewards:
             with suppress(TimeoutError):  # what is left ends with this process
                 self._pool.join(10)
             self._pool = None
+
+    def check(self, columns: Sequence[str], where: str) -> None:
+        """Checks that the functions can be called with the columns of some rows.
+
+        Raises:
+            ConfigError: A function needs a column that there is not.
+        """
+        for function in self._functions:
+            function.choose(_given((), (), (), dict.fromkeys(columns, ())), where)
 
     def grade(
         self,
@@ -206,8 +222,8 @@ class Rewards:
                         raise RewardError(
                             f"reward function {name!r}, {where} (prompt {prompts[last]!r:.100}): "
                             f"{result.text}",
-                            fix="correct the function; it returns a finite number, or None, for "
-                            "each completion",
+                            fix="correct the function; it returns a list with a finite number, or "
+                            "None, for each completion",
                             function=name,
                             rows=group,
                             traceback=result.traceback,
@@ -294,7 +310,9 @@ class _Function:
             match = nearest(source, SHIPPED)
             raise ConfigError(
                 f"rewards: there is no function {source!r}; there are {', '.join(SHIPPED)}",
-                fix=f"write {match!r}" if match else "or write module:name or file.py:name",
+                fix=f"write {match!r}"
+                if match
+                else "write one of these, module:name or file.py:name",
                 key="function",
             )
         if source.partition(":")[0].endswith(".py"):
@@ -349,8 +367,8 @@ class _Function:
         plain = function.func if isinstance(function, partial) else function
         return any(map(inspect.iscoroutinefunction, (plain, type(plain).__call__)))
 
-    def choose(self, given: Given) -> Given:
-        """The keywords that it is called with."""
+    def choose(self, given: Given, where: str = "data") -> Given:
+        """The keywords that it is called with, for rows of the section ``where``."""
         takes, takes_all = self.takes
         renamed = {key: given[name] for key, name in self.columns.items() if name in given}
         usable = {**given, **renamed, **self.options}
@@ -360,16 +378,25 @@ class _Function:
             match = nearest(missing[0], given)
             raise ConfigError(
                 f"reward function {self.name!r} needs {missing[0]!r}, which is neither a column "
-                f"nor an option; the columns are {', '.join(given)}",
+                f"nor an option; the columns of {where} are {', '.join(given)}",
                 fix=(f"perhaps {match!r}: " if match else "")
-                + f"set its 'columns' to {{{missing[0]}: COLUMN}}, or its 'options'",
+                + f"set its 'columns' to {{{missing[0]}: COLUMN}}, or its 'options'"
+                if where == "data"
+                else f"give these rows a column {missing[0]!r}, as the rows of data have",
                 key=missing[0],
             )
-        return {
+        chosen = {
             key: value
             for key, value in usable.items()
             if key not in self.options and (takes_all or key in takes)
         }
+        if not chosen:
+            raise ConfigError(
+                f"reward function {self.name!r} takes none of {', '.join(given)}",
+                fix="give it a parameter 'completions'",
+                key=self.name,
+            )
+        return chosen
 
 
 def _given(

@@ -24,10 +24,10 @@ from rl_core.errors import (
 from rl_train.backends import Backends
 from rl_train.checkpoints import Checkpoints
 from rl_train.config import check_run
-from rl_train.data import Order, load_rows
+from rl_train.data import Order, columns_of, load_rows
 from rl_train.encoding import Encoder
 from rl_train.log import RunLog
-from rl_train.methods import METHODS, Study, evaluate, loss_of
+from rl_train.methods import METHODS, Study, environment_of, evaluate, loss_of
 from rl_train.rewards import Rewards
 
 if TYPE_CHECKING:
@@ -96,6 +96,7 @@ def train(
     checked = check_run(config, origins)
     method = checked["method"]
     loss = loss_of(checked)
+    environment_of(checked)
     if method == "grpo" and not (rewards or checked.get("rewards") or checked.get("environment")):
         raise ConfigError(
             "GRPO needs a reward, and the configuration has none",
@@ -128,6 +129,13 @@ def train(
                     deadline_s=options.get("deadline_s", 30.0),
                 )
             )
+        # What can be wrong with all rows is wrong with the first: before a model is loaded.
+        encode = {"grpo": encoder.prompt, "dpo": encoder.pair, "sft": encoder.answered}[method]
+        for where, some in (("data", data), ("evaluation.data", tested)):
+            if len(some):
+                encode(some[0])
+                if graders is not None:
+                    graders.check(columns_of(some), where)
         log = stack.enter_context(
             RunLog(
                 checked["output"],
@@ -212,6 +220,12 @@ class _Loop:
                 metrics["step_time"] = time.perf_counter() - start
                 outcome.metrics = metrics
                 self.log.step(outcome.steps, metrics)
+                if late := metrics.get("rewards/timed_out"):
+                    self.log.note(
+                        f"step {outcome.steps}: {late} completions have no reward, which counts as "
+                        "0: a call took longer than rewards.deadline_s; raise that, or make the "
+                        "function faster"
+                    )
                 if shown:
                     self.log.completions(outcome.steps, shown)
                 self._evaluate()  # before it is saved, so that a run that resumes does not again
@@ -356,5 +370,7 @@ def _eval_rows(config: RunConfig, tokenizer: Any) -> Sequence[Mapping[str, Any]]
     of_evaluation = config["evaluation"].get("data")
     if of_evaluation is None:
         return ()
-    rows = load_rows({**config["data"], **of_evaluation}, tokenizer)
+    of_path = ("name", "split") if "path" in of_evaluation else ()
+    inherited = {key: value for key, value in config["data"].items() if key not in of_path}
+    rows = load_rows({**inherited, **of_evaluation}, tokenizer)
     return [rows[i] for i in range(len(rows))]
