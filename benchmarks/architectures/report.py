@@ -23,21 +23,21 @@ _MEANINGS = {
     Status.EXACT: "a refit brought every tensor bit for bit, and the engine's log-probs are the "
     "trainer's, before and after it",
     Status.REFUSED: "the backend refused refits of this model, with the reason",
-    Status.NOT_STARTED: "the engine does not support the model, or not on this machine, or it "
-    "could not generate with it",
+    Status.NOT_STARTED: "the engine does not support the model on this machine, or could not "
+    "generate with it",
     Status.WRONG: "no side reported an error, but weights or log-probs differ",
     Status.FAILS: "the engine died, hung or raised something unforeseen after its start",
     Status.NO_TRAINER: "transformers cannot make or run a tiny model of it",
 }
 _INTRODUCTION = """\
-The models that an engine can be refit with. `benchmarks/try_architectures.py` writes this page. It
-makes a tiny random checkpoint of each architecture, starts the engine with it, compares log-probs
-with transformers in float32, sends other weights, reads the installed weights back, and compares
-again.
+Which models an engine can take in a refit. `benchmarks/try_architectures.py` writes this page. For
+each architecture it makes a tiny random checkpoint, starts the engine with it, compares log-probs
+with transformers in float32, refits the engine with other weights, reads the installed weights
+back, and compares log-probs again.
 """
 _LIMITS = """
-The table does not show how well a large model runs, or what happens on a GPU: there an engine may
-rearrange weights that it leaves unchanged on a CPU, and the backend then refuses refits.
+The table does not show how well a large model runs, or what happens on a GPU. On a GPU an engine
+may rearrange weights that it leaves unchanged on a CPU; the backend then refuses refits.
 """
 _KEPT = ("suite", "plugin", "engine", "transformers", "torch", "python", "platform", "date")
 
