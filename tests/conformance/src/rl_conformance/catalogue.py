@@ -116,7 +116,7 @@ class Clause:
 
     Attributes:
         id: Its number, such as ``"G3"``.
-        title: What it asks for, in a few words.
+        title: What it demands, in a few words.
         capability: The capability that binds a backend to it, or None if it binds every backend.
         device: ``"any"``, or ``"cuda"`` if nothing of it can be seen on a CPU.
         tolerance: What a measured value may come to, "" where nothing is measured.

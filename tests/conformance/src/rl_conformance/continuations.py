@@ -1,7 +1,7 @@
 """Finds prompts whose greedy continuation is certain: no rounding changes a token of it.
 
 Where two tokens are nearly as likely, the argmax in bfloat16 is a matter of the kernel, of the
-batch and of luck. A check that compares tokens asks for prompts at which this cannot be.
+batch and of luck. A check that compares tokens needs prompts at which this cannot happen.
 """
 
 from __future__ import annotations

@@ -35,8 +35,8 @@ class Engines(TakesWeights):
         for engine in self.engines:
             engine.cancel_refit(number)
 
-    def init_collective(self, *meeting: Any, **options: Any) -> list[Any]:
-        return [f for e in self.engines for f in e.init_collective(*meeting, **options)]
+    def init_collective(self, *group: Any, **options: Any) -> list[Any]:
+        return [f for e in self.engines for f in e.init_collective(*group, **options)]
 
     def update_weights_from_collective(self, *info: Any, **options: Any) -> list[Any]:
         # Their own method, which a test may be about.

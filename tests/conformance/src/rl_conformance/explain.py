@@ -19,7 +19,7 @@ __all__ = ["app", "explain"]
 
 
 def explain(name: str) -> str:
-    """What the contract says in a clause, or the description of an error class.
+    """The text of a clause of the contract, or the description of an error class.
 
     Args:
         name: A clause (``"G7"``), a check of it (``"G7/stop_token_ends_the_row_and_is_kept"``), or

@@ -17,7 +17,7 @@ _OWN = ("[", "/memfd:", "/dev/shm/", "/dev/zero", "/SYSV")
 class MemoryPeak:
     """What this process, its children and its GPU take beyond what they have now.
 
-    Linux keeps the peak of each process, and begins anew if it is told to. Where it cannot be told,
+    Linux keeps the peak of each process, and resets it on request. Where it does not,
     only what is kept to the end is seen. Processes that start later are not looked at. What is kept
     is also seen where the system takes back pages of files meanwhile, which hides it in a peak. A
     page of a mapped file that is written to takes nothing: it was there.
@@ -79,7 +79,7 @@ def _peak(process: psutil.Process) -> int:
 
 
 def _own(process: psutil.Process) -> int:
-    """Memory that no file holds, swapped or not, in bytes; 0 where the system does not tell."""
+    """Memory that no file holds, swapped or not, in bytes; 0 where the system does not count it."""
     if not psutil.LINUX:
         return 0
     try:

@@ -104,7 +104,7 @@ def make_tiny_model(
 
 
 def make_reciting_model(path: str | Path, tokens: Sequence[int]) -> Path:
-    """Writes a checkpoint that says tokens in a circle: after each of them, the next one.
+    """Writes a checkpoint that repeats a sequence of tokens: after each, the next one.
 
     Args:
         path: Directory to write; made if missing.
@@ -185,7 +185,7 @@ def _write(
         model = factory.from_config(config, dtype=getattr(torch, dtype))
         with torch.no_grad():
             for name, parameter in model.named_parameters():
-                if name.endswith("norm.weight"):  # all ones, one could not be told from another
+                if name.endswith("norm.weight"):  # all ones, they would be alike
                     parameter.copy_(0.75 + 0.5 * torch.rand(parameter.shape, generator=norms))
                 elif name.endswith(".bias"):
                     parameter.normal_(0, 0.02 * weight_scale)

@@ -40,8 +40,8 @@ def magnitudes(oracle: Oracle, data: BatchedDataDict[Any]) -> dict[tuple[int, st
             output = oracle.model(row[None, :length], use_cache=True)
         # Since transformers 5.24 under another name.
         cache = getattr(output, "cache", None) or output.past_key_values
-        for layer, held in enumerate(cache.layers):
-            for kind, values in (("q", queries[layer]), ("k", held.keys), ("v", held.values)):
+        for layer, cached in enumerate(cache.layers):
+            for kind, values in (("q", queries[layer]), ("k", cached.keys), ("v", cached.values)):
                 found[layer, kind].append(values.abs().flatten().float())
     return {key: torch.cat(values) for key, values in found.items()}
 

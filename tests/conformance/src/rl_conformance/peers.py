@@ -71,7 +71,7 @@ class _Peer:
         os.close(to_write[1])
         self._out, self._in = os.fdopen(to_read[1], "w"), os.fdopen(to_write[0])
         self._pool = concurrent.futures.ThreadPoolExecutor(1)
-        self.ask(**spec)
+        self.call(**spec)
 
     def __enter__(self) -> Self:
         return self
@@ -79,7 +79,7 @@ class _Peer:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def ask(self, **command: Any) -> Any:
+    def call(self, **command: Any) -> Any:
         """The peer's answer; an error of the peer is raised here."""
         return self.begin(**command).result(_ANSWER_S)
 
@@ -127,21 +127,21 @@ class RemoteGeneration(_Peer):
     @property
     def weights_version(self) -> int:
         """See :class:`rl_core.interfaces.GenerationInterface`."""
-        return int(self.ask(do="version"))
+        return int(self.call(do="version"))
 
     def prepare_refit_info(self, info: dict[str, Any]) -> None:
         """See :class:`rl_core.interfaces.GenerationInterface`."""
-        self.ask(do="prepare", info=info)
+        self.call(do="prepare", info=info)
 
     def receive_weights(self, **options: Any) -> list[concurrent.futures.Future[Any]]:
         """See :class:`rl_core.interfaces.GenerationInterface`."""
         return [self.begin(do="receive", options=options)]
 
     def init_collective(
-        self, *meeting: Any, train_world_size: int = 1
+        self, *group: Any, train_world_size: int = 1
     ) -> list[concurrent.futures.Future[Any]]:
         """See :class:`rl_core.interfaces.GenerationInterface`."""
-        return [self.begin(do="join", meeting=meeting, trainers=train_world_size)]
+        return [self.begin(do="join", group=group, trainers=train_world_size)]
 
     def update_weights_from_collective(
         self, info: Any = None, **options: Any
@@ -152,19 +152,19 @@ class RemoteGeneration(_Peer):
 
     def digests(self) -> dict[str, list[str]]:
         """Dtype and digest of every tensor that is installed."""
-        found: dict[str, list[str]] = self.ask(do="digests")
+        found: dict[str, list[str]] = self.call(do="digests")
         return found
 
     def die_at(self, method: str, count: int) -> list[int]:
         """Kills with SIGKILL at the given call of a method of its sink; which processes."""
-        pids: list[int] = self.ask(do="kill_engine", method=method, count=count)
+        pids: list[int] = self.call(do="kill_engine", method=method, count=count)
         return pids
 
     def generate(self, data: BatchedDataDict[Any], greedy: bool) -> BatchedDataDict[Any]:
         """See :class:`rl_core.interfaces.GenerationInterface`; only the keys that are compared."""
         lengths = data["input_lengths"].tolist()
         rows = [row[:n] for row, n in zip(data["input_ids"].tolist(), lengths, strict=True)]
-        answer = self.ask(do="generate", rows=rows, greedy=greedy)
+        answer = self.call(do="generate", rows=rows, greedy=greedy)
         return BatchedDataDict({key: torch.tensor(value) for key, value in answer.items()})
 
 
@@ -176,7 +176,7 @@ class RemotePolicy(_Peer):
 
     def prepare_refit_info(self) -> dict[str, Any]:
         """See :class:`rl_core.interfaces.ColocatablePolicyInterface`."""
-        info: dict[str, Any] = self.ask(do="info")
+        info: dict[str, Any] = self.call(do="info")
         return info
 
     def send_weights(self, **options: Any) -> list[concurrent.futures.Future[Any]]:
@@ -188,7 +188,7 @@ class RemotePolicy(_Peer):
 
         Where the method is ``tensors``, at the tensor of that number.
         """
-        self.ask(do="die", method=method, count=count)
+        self.call(do="die", method=method, count=count)
 
 
 # -- the peer's side ---------------------------------------------------------------------------
@@ -241,8 +241,8 @@ def _transfer(backend: Any, options: dict[str, Any], method: str = "receive_weig
     return _wait(futures, float(options.get("deadline_s", _ANSWER_S)))
 
 
-def _join(backend: Any, meeting: list[Any], trainers: int) -> None:
-    _wait(backend.init_collective(*meeting, train_world_size=trainers), _ANSWER_S)
+def _join(backend: Any, group: list[Any], trainers: int) -> None:
+    _wait(backend.init_collective(*group, train_world_size=trainers), _ANSWER_S)
 
 
 def _digests(backend: Any) -> dict[str, list[str]]:

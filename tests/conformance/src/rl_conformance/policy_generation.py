@@ -19,7 +19,7 @@ _MODEL_KEYS = ("model_name",)
 
 
 class GenerationView(Context):
-    """A context whose generation backends are policies with those sampling settings."""
+    """A context with policies in place of generation backends."""
 
     @classmethod
     @contextmanager

@@ -90,7 +90,7 @@ class Check:
         gpus: How many it needs where it runs on ``cuda``.
         timeout_s: Seconds after which it counts as hung.
         case: Keyword arguments of the function.
-        summary: Whether it asks what came of others, and so comes after them.
+        summary: Whether it reads the results of others, and so comes after them.
     """
 
     clause: Clause
@@ -163,7 +163,7 @@ def check(
         gpus: How many it needs where it runs on ``cuda``; a machine with fewer excuses it.
         timeout_s: Seconds after which it counts as hung.
         cases: Keyword arguments by case name; each case is a separate check.
-        summary: It asks what came of others, and so comes after them.
+        summary: It reads the results of others, and so comes after them.
     """
     entry = CLAUSES[clause]
     default = (CORE,) if entry.core else _NEEDS.get(entry.kind, ())

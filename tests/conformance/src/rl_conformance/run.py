@@ -117,7 +117,7 @@ def select(
 def matches(expression: str, check: Check) -> bool:
     """Whether a check matches words joined by ``and``, ``or``, ``not`` and brackets.
 
-    A clause number matches its own checks, any other word the checks whose name contains it.
+    A clause number matches its own checks, any other word the checks with that word in their name.
 
     Raises:
         ConfigError: The expression is malformed.

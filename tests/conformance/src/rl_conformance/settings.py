@@ -10,7 +10,7 @@ from rl_core.errors import ConfigError
 
 __all__ = ["Settings"]
 
-#: Of the weights where the run does not say it: as in production on a GPU, strict on a CPU.
+#: Of the weights, by default: as in production on a GPU, strict on a CPU.
 _DTYPES = {"cpu": "float32", "cuda": "bfloat16"}
 
 
@@ -38,7 +38,7 @@ class Settings:
         model: str | None = None,
         timeout_s: float | None = None,
     ) -> Settings:
-        """Settings whose dtype is the device's usual one where none is given.
+        """Settings; by default with the device's usual dtype.
 
         Raises:
             ConfigError: The model is no directory of a checkpoint.

@@ -32,7 +32,7 @@ class Step:
 
 
 class TrainingOracle:
-    """Trains a checkpoint with an NLL loss, as a policy's configuration says.
+    """Trains a checkpoint with an NLL loss, as a policy's configuration has it.
 
     Args:
         path: Directory of the checkpoint.

@@ -21,7 +21,7 @@ def measure(options: argparse.Namespace) -> int:
     with chatter_to_stderr():
         result, facts = options.measure(options)
     if options.json:
-        import msgspec  # writes what is not a number as null, as JSON asks
+        import msgspec  # writes what is not a number as null, as JSON needs it
 
         document = {"passed": result.passed, **dataclasses.asdict(result)}
         print(msgspec.json.format(msgspec.json.encode(document), indent=2).decode())

@@ -1,6 +1,6 @@
 """Whether an engine keeps to its context, and decodes what it prefills: clause A2.
 
-The functions have the names that users know from elsewhere; pytest is told not to collect them.
+The functions have the names that users know from elsewhere; pytest does not collect them.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ def test_max_model_len_respected(
 ) -> MaxModelLen:
     """Whether no row grows past ``max_model_len``, and rows end there and not before.
 
-    Prompts of different lengths, up to the limit, ask for more than there is room for; one that is
+    Prompts of different lengths, up to the limit, would need more room than there is; one that is
     longer than the limit must be refused.
 
     Args:

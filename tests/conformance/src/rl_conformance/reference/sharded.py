@@ -77,7 +77,7 @@ class Parts(nn.Module):
 
 
 class ShardedReferencePolicy(ReferencePolicy):
-    """A :class:`ReferencePolicy` whose weights and optimizer are spread over ranks.
+    """A :class:`ReferencePolicy` with weights and optimizer that are spread over ranks.
 
     Args:
         model_name: Directory of the checkpoint.
@@ -367,7 +367,7 @@ class _OwnGeneration(ReferenceGeneration):
 
 
 class ShardedSource(GatheredSource):
-    """The tensors of a sharded policy, each put together when it is asked for.
+    """The tensors of a sharded policy, each put together when it is read.
 
     Args:
         policy: Whose.

@@ -1,4 +1,4 @@
-"""The output of a model whose vocabulary is dealt to the ranks of a copy."""
+"""The output of a model with a vocabulary that is split over the ranks of a copy."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ class Column:
 
     Attributes:
         report: The run.
-        where: Device, dtype and date, as far as it takes to tell it from other columns.
+        where: Device, dtype and date, as far as other columns have the same.
         results: Of each clause, by its number.
     """
 
@@ -68,7 +68,7 @@ class Row:
 
     @property
     def differs(self) -> bool:
-        """Whether the columns do not all say the same."""
+        """Whether the columns have different statuses."""
         return len(set(self.statuses)) > 1
 
     @property
@@ -100,7 +100,7 @@ class Matrix:
 
     @classmethod
     def of(cls, reports: Sequence[RunReport]) -> Self:
-        """From runs that their headings can tell apart."""
+        """From runs with different headings."""
         days = Counter(_heading(report, 10) for report in reports)
         columns = []
         for report in reports:

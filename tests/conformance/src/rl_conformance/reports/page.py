@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 __all__ = ["to_html"]
 
-#: A mark for each status, so that colour is not the only thing that tells them apart.
+#: A mark for each status, so that colour is not the only difference between them.
 _MARKS = {
     "passed": "✓",
     "part": "✓",
@@ -46,8 +46,7 @@ _MARKS = {
 _MEANINGS = {
     "passed": "Every check of the clause ran and passed.",
     "part": "The checks that ran passed. Others did not run: open the clause for the reasons.",
-    "failed": "The backend breaks the clause: a check found something else than the contract asks "
-    "for.",
+    "failed": "The backend breaks the clause: a check got something else than it expected.",
     "error": "An exception stopped a check, or it timed out. This is no verdict about the clause.",
     "unexpected_pass": "A check is in the list of known failures, but passes. The entry must go.",
     "incomplete": "The run has no result for the clause.",
