@@ -1,4 +1,4 @@
-"""Keeps transformers' progress bars out of the suite's output."""
+"""Keeps progress bars of other libraries out of the suite's output."""
 
 from __future__ import annotations
 
@@ -12,6 +12,9 @@ if TYPE_CHECKING:
 
 __all__ = ["no_progress_bars"]
 
+#: For processes that are started meanwhile; tqdm reads its own when it is imported.
+_OFF = {"HF_HUB_DISABLE_PROGRESS_BARS": "1", "TQDM_DISABLE": "1"}
+
 
 @contextmanager
 def no_progress_bars() -> Generator[None]:
@@ -21,7 +24,7 @@ def no_progress_bars() -> Generator[None]:
     before = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()
     try:
-        with patch.dict(os.environ, {"HF_HUB_DISABLE_PROGRESS_BARS": "1"}):
+        with patch.dict(os.environ, _OFF):
             yield
     finally:
         if before:
