@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import json
 import math
 import re
@@ -9,6 +10,7 @@ import xml.etree.ElementTree as ET
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
+from textwrap import indent
 from typing import Any
 
 import pytest
@@ -36,7 +38,7 @@ from rl_conformance.reports import (
 )
 from rl_conformance.reports.files import write_text
 from rl_conformance.reports.plots import LEFT, RIGHT, charts
-from rl_conformance.reports.summary import tally
+from rl_conformance.reports.summary import reason, tally
 from rl_core.errors import ConfigError
 
 ERRORS = Histogram.of("Log-prob error", "llama", [0.0, 1e-6, 2e-6, 3e-4], tolerance=1e-3)
@@ -211,6 +213,16 @@ def test_junit_counts_what_is_missing_as_an_error() -> None:
 def test_junit_is_xml_whatever_the_message(message: str) -> None:
     (suite,) = ET.fromstring(to_junit(_report(replace(BAD, message=f"\x1b[31m{message}"))))
     assert suite.get("failures") == "1"
+
+
+def test_the_pages_show_a_failure_as_the_command_does() -> None:
+    message = "did:       refit()\nexpected:  version: 1\ngot:       0"
+    bad = replace(BAD, message=message, where="checks/x.py:1", command="rl conformance run mine")
+    report = _report(GOOD, bad)
+    page = html.unescape(to_html(Matrix.of([report])))
+    assert f"<summary>{reason(bad)}</summary><pre>{bad.story}</pre>" in page
+    assert indent(bad.story, "  ") in to_markdown(report)
+    assert reason(bad) == "did: refit(); expected: version: 1; got: 0"
 
 
 def test_markdown_has_a_row_for_each_clause_and_the_reasons() -> None:

@@ -20,12 +20,13 @@ import torch
 from rl_conformance import GenerationConformance, harness
 from rl_conformance.catalogue import CLAUSES
 from rl_conformance.context import Context
-from rl_conformance.expect import CheckFailed, fail, raises, require, same_tensor
+from rl_conformance.expect import CheckFailed, fail, raises, require, same, same_tensor
 from rl_conformance.explain import explain
 from rl_conformance.fast import FAST
 from rl_conformance.harness import Harness
 from rl_conformance.outcome import Measure, Outcome, RunReport, Status, Verdict
 from rl_conformance.reference import MANIFEST, reference_target
+from rl_conformance.reference.generation import ReferenceGeneration
 from rl_conformance.refits import odd_tensors, whole_tensors
 from rl_conformance.registry import Check, all_checks, clauses_of, profile, refusal_for
 from rl_conformance.reports import from_json
@@ -71,7 +72,7 @@ def passes(ctx: Context) -> None:
 
 
 def fails(ctx: Context) -> None:
-    fail("the contract is broken")
+    fail("the contract", "kept", "broken")
 
 
 def raises_something(ctx: Context) -> None:
@@ -135,7 +136,12 @@ def test_a_check_that_returns_has_passed() -> None:
 
 def test_a_check_that_fails_says_why() -> None:
     outcome = _outcome(fails)
-    assert (outcome.status, outcome.message) == (Status.FAILED, "the contract is broken")
+    assert outcome.status is Status.FAILED
+    assert outcome.message.splitlines() == [
+        "did:       the contract",
+        "expected:  kept",
+        "got:       broken",
+    ]
 
 
 def test_a_failure_tells_where_its_check_is_and_the_command_that_runs_it_alone() -> None:
@@ -148,7 +154,7 @@ def test_a_failure_tells_where_its_check_is_and_the_command_that_runs_it_alone()
     assert outcome.command == "rl conformance run reference -k B1/fails"
     assert outcome.story.splitlines() == [
         "checked:   A check of the tests",
-        "result:    the contract is broken",
+        *outcome.message.splitlines(),
         f"clause:    {CLAUSES['B1'].title} (rl explain B1)",
         f"run alone: {outcome.command}",
         f"source:    {outcome.where}",
@@ -258,7 +264,7 @@ def test_a_capability_that_is_not_refused_fails() -> None:
     with Harness(reference_target(manifest=manifest)) as harness:
         outcome = harness.outcome(check)
     assert outcome.status is Status.FAILED
-    assert "got no exception" in outcome.message
+    assert outcome.message.endswith("got:       no exception")
 
 
 def test_a_measure_above_its_tolerance_fails() -> None:
@@ -375,13 +381,60 @@ def test_raises_fails_when_nothing_is_raised() -> None:
 
 
 def test_raises_fails_when_the_message_names_nothing() -> None:
-    with pytest.raises(CheckFailed, match="does not mention"), raises(ValueError, "row 1"):
+    with (
+        pytest.raises(CheckFailed, match="that has 'row 1', got ValueError: something is wrong"),
+        raises(ValueError, "row 1"),
+    ):
         raise ValueError("something is wrong")
 
 
-def test_require_holds_its_message() -> None:
-    with pytest.raises(CheckFailed, match="because"):
-        require(False, "because")
+def test_require_shows_what_was_expected_and_got() -> None:
+    with pytest.raises(CheckFailed, match="loss: expected 1, got 2"):
+        require(False, "loss", 1, 2)
+
+
+@pytest.mark.parametrize(
+    ("got", "expected", "message"),
+    [
+        (1, True, "x: expected True, got 1"),
+        ([1, 2], [1, 3], r"x: expected \[1, 3\], got \[1, 2\]"),
+        ([[1], [2], [4]], [[1], [3], [4]], r"x, row 1 of 3: expected \[3\], got \[2\]"),
+    ],
+)
+def test_values_that_differ_are_shown(got: object, expected: object, message: str) -> None:
+    with pytest.raises(CheckFailed, match=message):
+        same(got, expected, "x")
+
+
+def test_a_failure_lists_the_calls_before_it() -> None:
+    def looks(ctx: Context) -> None:
+        engine = ctx.generation(max_new_tokens=4)
+        with raises(ValueError, "row 7"):
+            engine.generate(ctx.prompts(3, 5, label=["a", "b"]), greedy=True)
+
+    lines = _outcome(looks).message.splitlines()
+    call = "generate(2 rows of 3, 5 tokens with label=['a', 'b'], greedy=True)"
+    assert lines == [
+        f"did:       engine(max_new_tokens=4): prepare_for_generation(), then {call}",
+        "expected:  ValueError with a message that has 'row 7'",
+        "got:       no exception",
+    ]
+
+
+def test_an_exception_is_shown_with_the_line_of_the_backend() -> None:
+    class Broken(ReferenceGeneration):
+        def complete(self, *_: Any) -> Any:
+            raise ZeroDivisionError("no tokens")
+
+    target = reference_target(make_generation=Broken.from_config)
+    with Harness(target, Settings()) as harness:
+        message = harness.outcome(
+            _check(lambda ctx: ctx.generation().generate(ctx.prompts(3), greedy=True))
+        ).message
+    assert (
+        "expected:  no exception\ngot:       ZeroDivisionError: no tokens\nraised at: " in message
+    )
+    assert "generate(1 rows of 3 tokens, greedy=True)" in message.splitlines()[0]
 
 
 @pytest.mark.parametrize(

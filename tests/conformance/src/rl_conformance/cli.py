@@ -137,11 +137,13 @@ def _run_with_progress(
 
         def advance(outcome: Outcome) -> None:
             progress.update(task, advance=1)
-            if not progress.console.is_terminal:  # a log: a line for each check
+            story = outcome.story.rstrip() if outcome.status.bad else ""
+            if not progress.console.is_terminal:  # a log: lines that are not broken
                 print(f"{outcome.status:<16} {outcome.check} ({outcome.seconds:.1f} s)", flush=True)
-            if outcome.status.bad:
-                text = Text.assemble((f"{outcome.status} ", "red"), f"{outcome.check}\n")
-                progress.console.print(text.append(outcome.story.rstrip()))
+                print(story, end="\n" if story else "", flush=True)
+            elif story:
+                text = Text.assemble((f"{outcome.status} ", "red"), f"{outcome.check}\n{story}")
+                progress.console.print(text, soft_wrap=True)
 
         return run_suite(
             target,
@@ -163,7 +165,7 @@ def _print_matrix(matrix: Matrix) -> None:
     table.add_column("clause")
     for column in matrix.columns:
         table.add_column(escape("\n".join([column.name, *column.where])))
-    table.add_column("asks for", no_wrap=True, overflow="ellipsis")
+    table.add_column("demands", no_wrap=True, overflow="ellipsis")
     for row in matrix.rows:
         statuses = [f"[{_COLOURS.get(s, 'default')}]{s}[/]" for s in row.statuses]
         table.add_row(row.clause.id, *statuses, row.clause.title)
@@ -185,7 +187,7 @@ def _print_summary(report: RunReport) -> None:
     table = Table(box=None, expand=True)
     for column in ("clause", "status", "checks", "worst figure", "at most"):
         table.add_column(column, no_wrap=True)
-    table.add_column("asks for", no_wrap=True, overflow="ellipsis", ratio=1)
+    table.add_column("demands", no_wrap=True, overflow="ellipsis", ratio=1)
     for result in report.results():
         worst, status = worst_measure(result), status_text(result)
         table.add_row(
@@ -203,7 +205,7 @@ def _print_summary(report: RunReport) -> None:
         console.print(f"[red]not run:[/] {escape(reason)}")
     counts = ", ".join(f"{n} {status}" for status, n in report.counts().items())
     if report.selection:
-        console.print(f"Only a part of the suite was run: {report.selection}", markup=False)
+        print(f"Only a part of the suite was run: {report.selection}")
     if report.cites:
         console.print(report.cites, markup=False)
     if report.missing:

@@ -8,10 +8,12 @@ import tempfile
 import warnings
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from rl_conformance.expect import NotRun, fail
+from rl_conformance.calls import made_with, noted, watch_calls
+from rl_conformance.expect import NotRun, fail, same
 from rl_conformance.figures import Histogram
 from rl_conformance.outcome import Measure
 from rl_core.errors import LoopWarning
@@ -55,6 +57,7 @@ class Workshop:
         self._certain: dict[tuple[Any, ...], list[Continuation]] = {}
         self._computed: dict[str, Any] = {}
         self._shared: dict[str, dict[str, Any]] = {}
+        self._watched = ExitStack()
 
     def directory(self) -> Path:
         """A new directory that is removed with the workshop."""
@@ -82,7 +85,7 @@ class Workshop:
     def certain(
         self, path: Path, lengths: tuple[int, ...], steps: int, lead: float
     ) -> list[Continuation]:
-        """Prompts whose continuation is certain; looked for once, which takes a while."""
+        """Prompts with a continuation that is certain; searched once, which takes a while."""
         from rl_conformance.continuations import find_certain
 
         key = path, lengths, steps, lead
@@ -99,13 +102,21 @@ class Workshop:
 
     def build(self, kind: str, dtype: str, config: dict[str, Any]) -> Any:
         """A new backend of the target, or the suite's reference if it does not offer the kind."""
-        config = {"model_name": str(self.model()), **config}
-        if kind not in self.target.manifest.kinds:
+        own = kind not in self.target.manifest.kinds
+        whole = {"model_name": str(self.model()), **config}
+        make: Callable[[dict[str, Any]], Any] = getattr(self.target, f"make_{kind}")
+        if own:
             from rl_conformance.reference import make_reference
 
-            return make_reference(kind, {**config, "torch_dtype": dtype})
-        make: Callable[[dict[str, Any]], Any] = getattr(self.target, f"make_{kind}")
-        return make(self.target.base_config(kind, self.settings, dtype) | config)
+            make = partial(make_reference, kind)
+            whole |= {"torch_dtype": dtype}
+        else:
+            whole = self.target.base_config(kind, self.settings, dtype) | whole
+        with noted(None, f"create_{kind}", **config):
+            backend = make(whole)
+        made_with(backend, kind, config, own=own)
+        watch_calls(backend, self._watched.enter_context)
+        return backend
 
     def share(self, kind: str, dtype: str, config: dict[str, Any]) -> Any:
         """A running backend with that configuration, kept for other checks."""
@@ -113,7 +124,7 @@ class Workshop:
         return self.keep(kind, key, lambda: self.build(kind, dtype, config))
 
     def keep(self, kind: str, key: str, build: Callable[[], Any], most: int = _KEPT) -> Any:
-        """What is built for the first check that asks for it; of a kind, so many are kept."""
+        """What is built for the first check that needs it; of a kind, so many are kept."""
         kept = self._shared.setdefault(kind, {})
         if key in kept:
             kept[key] = kept.pop(key)
@@ -135,6 +146,7 @@ class Workshop:
         try:
             self.discard()
         finally:
+            self._watched.close()
             self._scratch.cleanup()
 
 
@@ -310,7 +322,7 @@ class Context:
     # -- verdicts ------------------------------------------------------------------------------
 
     def measure(
-        self, name: str, value: float, tolerance: float, unit: str = "", where: str = ""
+        self, name: str, value: float, tolerance: float, unit: str = "", detail: str = ""
     ) -> None:
         """Records a figure, and fails the check if it is above its tolerance or not a number.
 
@@ -319,12 +331,20 @@ class Context:
             value: The figure.
             tolerance: The most that it may be.
             unit: Of both.
-            where: What is added to the message of a failure.
+            detail: What the message of a failure has besides the value.
         """
         self.measures.append(Measure(name, float(value), float(tolerance), unit))
         if math.isnan(value) or value > tolerance:
-            found = f"expected {name} of at most {tolerance:g}, got {value:.6g} {unit}".rstrip()
-            fail(f"{found}: {where}" if where else found)
+            found = f"{value:.6g} {unit}".rstrip() + (f": {detail}" if detail else "")
+            fail(name, f"at most {tolerance:g} {unit}".rstrip(), found)
+
+    def measure_near(
+        self, name: str, got: Any, expected: Any, tolerance: float, of: float = 1.0
+    ) -> None:
+        """Records how far a number is from what it should be, as a share of ``of``."""
+        ours, theirs = float(got), float(expected)
+        detail = f"{ours:.6g}, not {theirs:.6g}"
+        self.measure(name, abs(ours - theirs) / of, tolerance, detail=detail)
 
     def measure_error(
         self,
@@ -349,23 +369,25 @@ class Context:
         dtype = dtype or self.settings.dtype
         scale *= 1.0 if dtype == "float32" else rounding
         mean, largest = (bound * scale for bound in self.tolerance_of(dtype))
+        same(list(got.shape), list(expected.shape), "shape of what is compared")
+        if not got.numel():
+            fail("what is compared", "at least one value", "none")
         difference = (got.double() - expected.double()).abs()
-        if got.shape != expected.shape:
-            fail(f"got shape {list(got.shape)}, expected {list(expected.shape)}")
-        if not difference.numel():
-            fail("there is nothing to compare")
-        self.measure("mean_abs_error", float(difference.mean()), mean)
-        self.measure("max_abs_error", float(difference.max()), largest)
+        at = int(difference.argmax())
+        ours, theirs = (float(each.reshape(-1)[at]) for each in (got, expected))
+        detail = f"the worst of {got.numel()} values, number {at}, is {ours:.6g}, not {theirs:.6g}"
+        self.measure("mean_abs_error", float(difference.mean()), mean, detail=detail)
+        self.measure("max_abs_error", float(difference.max()), largest, detail=detail)
 
     def record(self, figure: Figure) -> None:
-        """Keeps a figure for the plots of the report. It has no say in the verdict."""
+        """Keeps a figure for the plots of the report. It does not change the verdict."""
         self.figures.append(figure)
 
     def record_errors(
         self, title: str, name: str, got: Any, expected: Any, tolerance: float | None = None
     ) -> None:
         """Keeps the distribution of the absolute differences of log-probs."""
-        if got.shape == expected.shape:  # else there is none, and measure_error says so
+        if got.shape == expected.shape:  # else there is none, and measure_error fails
             distances = (got.double() - expected.double()).abs().flatten().tolist()
             self.record(Histogram.of(title, name, distances, tolerance=tolerance, unit="nats"))
 

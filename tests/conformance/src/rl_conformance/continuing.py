@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from rl_conformance.expect import require, same_tensor
+from rl_conformance.expect import require, same, same_tensor
 from rl_conformance.training import NegativeLogLikelihood, training_batch
 from rl_conformance.weights import policy_weights, same_weights
 
@@ -42,7 +42,7 @@ def dropping_model(ctx: Context) -> Path:
 
 
 def trainer(ctx: Context, *, dropout: bool = True, **config: Any) -> ColocatablePolicyInterface:
-    """A policy of whose training everything shows: dropout, momentum, decay, a falling rate."""
+    """A policy with dropout, momentum, decay and a falling rate, so that all of training shows."""
     path = dropping_model(ctx) if dropout else ctx.model()
     usual: dict[str, Any] = {
         "model_name": str(path),
@@ -86,12 +86,12 @@ def changes_no_step(
         first, second = disturb(disturbed), disturb(disturbed)
         same_tensor(torch.get_rng_state(), state, "the global random state")
         same_weights(policy_weights(disturbed), weights, "weights")
-        require(_same(first, second), f"twice in a row it gives {first}, then {second}")
+        require(_same(first, second), "results of two calls, one after the other", first, second)
         with repeatable(ctx):
             result = train(disturbed, seed)
         for key, value in expected.items():
             got = float(result[key])
-            require(got == value, f"step {seed}: {key} is {got}, and {value} without the call")
+            same(got, value, f"{key} of step {seed}, as without the call")
         same_weights(policy_weights(disturbed), expected_weights, f"after step {seed}")
 
 

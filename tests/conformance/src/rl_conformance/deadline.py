@@ -24,14 +24,15 @@ def deadline(seconds: float) -> Generator[None]:
     """Ends what takes longer. Only the main thread can be interrupted.
 
     Raises:
-        TookTooLong: In what runs within; says where that was.
+        TookTooLong: In the block; the message has the place.
     """
     if threading.current_thread() is not threading.main_thread() or not hasattr(signal, "SIGALRM"):
         yield
         return
 
     def expire(_: int, frame: FrameType | None) -> None:
-        innermost = traceback.extract_stack(frame)[-3:]
+        stack = traceback.extract_stack(frame)
+        innermost = [at for at in stack if not at.filename.endswith("/calls.py")][-3:]
         where = " < ".join(f"{at.name} ({at.filename}:{at.lineno})" for at in reversed(innermost))
         raise TookTooLong(f"timed out after {seconds:g} s, in {where}")
 

@@ -57,7 +57,8 @@ def declared_logprobs(
             scores = penalised(logits.double(), list(ids[:end]), repetition_penalty) / temperature
             of = Truncated.of(scores, slack=ctx.tolerance, **truncation)
             if not of.possible[ids[end]]:
-                fail(f"token {ids[end]} after {list(ids[:end])} is outside the truncated set")
+                what = f"a token of what top_k and top_p leave after {list(ids[:end])}"
+                fail("drawn tokens", what, ids[end])
             each.append(of.logprobs[ids[end]])
     return torch.stack([logprob for row in rows for logprob in scored[row]]).float()
 
@@ -70,11 +71,11 @@ def same_draws(
 ) -> None:
     """Fails unless the draws are equal, but for what rounding may change of the first ones.
 
-    If log-probs are off by e on average, a draw is another with a probability of about e / 2 to e.
-    Up to eight times as many as that may change; in float32 there is none, and rows count whole.
-
-    Args:
-        ctx: Of the check.
+    detail = ""
+    if changed:
+        first, own = changed[0], [row if seeds is None else int(seeds[row]) for row in changed[:8]]
+        detail = (
+            f"row {first} drew {got[first][:length]}, not {expected[first][:length]}; "
         got: Drawn tokens of each row.
         expected: What each row should have drawn.
         seeds: ``[B]`` int64 of the rows, which a failure names.
@@ -83,15 +84,15 @@ def same_draws(
     length = 1 if allowed else None
     pairs = enumerate(zip(got, expected, strict=True))
     changed = [row for row, (a, b) in pairs if a[:length] != b[:length]]
-    where = ""
+    detail = ""
     if changed:
         first, own = changed[0], [row if seeds is None else int(seeds[row]) for row in changed[:8]]
-        where = (
-            f"row {first} drew {got[first][:length]}, expected {expected[first][:length]}; "
+        detail = (
+            f"row {first} drew {got[first][:length]}, not {expected[first][:length]}; "
             f"changed are the rows {changed[:8]}{', ...' if changed[8:] else ''} of {len(expected)}"
             + ("" if seeds is None else f"; their seeds are {own}")
         )
-    ctx.measure("changed_draws", len(changed), allowed, where=where)
+    ctx.measure("changed_draws", len(changed), allowed, detail=detail)
 
 
 def quantiles(

@@ -1,7 +1,7 @@
 """Faults that are put into a backend's own source and sink for a while.
 
-What writes through a method is bypassed where core writes in place, and what is asked for tensor by
-tensor where engines read the trainer's memory; a fault in the one switches the other off.
+Core writes in place where it can, instead of through a method, and engines read the trainer's
+memory instead of its tensors one by one; a fault in the one way switches the other off.
 """
 
 from __future__ import annotations
@@ -74,7 +74,9 @@ def in_the_engine(
         yield
     finally:
         struck = beside(f"{__name__}:end", key=key)
-    require(any(struck), f"the suite's own fault changed nothing in the engine: {fault.__name__}")
+    what = f"the suite's own fault {fault.__name__}, which it puts into the engine's sink"
+    got = "it changed nothing: the refit failed before, or does not write through weight_sink()"
+    require(any(struck), what, "it changes what the refit writes", got)
 
 
 def writes_in_place(generation: GenerationInterface) -> bool:
@@ -257,7 +259,7 @@ def failing_finish(sink: type[WeightSink]) -> Generator[list[None]]:
 def between_tensors(
     source: type[WeightSource], after: int, act: Callable[[], object]
 ) -> Generator[None]:
-    """``act`` is done once, in the sender's thread, when so many tensors were asked for."""
+    """``act`` is done once, in the sender's thread, after so many tensors."""
     original, acted = source.tensors, False
 
     def faulty(self: WeightSource, names: Any) -> Iterator[tuple[str, torch.Tensor]]:
@@ -273,12 +275,12 @@ def between_tensors(
         mock.patch.object(source, "persistent", return_value=None),
     ):
         yield
-    require(acted, f"the refit ended before tensor {after}")
+    require(acted, "the refit", f"more than {after} tensors from the source", "it ended before")
 
 
 @contextmanager
 def at_the_first_bucket(act: Callable[[], object]) -> Generator[None]:
-    """``act`` is done once, in the sender's thread, when a bucket lies ready and before it is told.
+    """``act`` is done once, in the sender's thread, when a bucket is ready, before its message.
 
     Args:
         act: What happens to the weights.
@@ -292,4 +294,4 @@ def at_the_first_bucket(act: Callable[[], object]) -> Generator[None]:
 
     with mock.patch.object(Channel, "encode", faulty):
         yield
-    require(not pending, "the refit ended before its first bucket")
+    require(not pending, "the refit", "a first bucket", "it ended before")

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import importlib.util
 import shlex
+import sys
 import time
 import traceback
+from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
+from rl_conformance.calls import calls_made, forget_calls
 from rl_conformance.context import Context, Workshop
 from rl_conformance.deadline import TookTooLong, deadline
 from rl_conformance.expect import CheckFailed, NotRun
-from rl_conformance.outcome import Outcome, Status
+from rl_conformance.outcome import Outcome, Status, labelled
 from rl_conformance.quiet import no_progress_bars
 from rl_conformance.registry import refusal_for
 from rl_conformance.settings import Settings
@@ -68,7 +71,7 @@ class Harness:
         self.workshop.close()
 
     def outcome(self, check: Check) -> Outcome:
-        """What comes of a check; a check runs once, however often it is asked for."""
+        """The result of a check, which runs once."""
         if check.id not in self._outcomes:
             self._outcomes[check.id] = self._run(check)
         return self._outcomes[check.id]
@@ -106,31 +109,72 @@ class Harness:
         self, context: Context, check: Check, function: Function, passed: Status
     ) -> tuple[Status, str, bool]:
         """Status, message, and whether a check that did not run is excused."""
+        did = ""
+        forget_calls()
         try:
             usual = check.timeout_s * _PATIENCE[self.settings.device]
             with deadline(self.settings.timeout_s or usual), no_progress_bars():
                 try:
                     check(context) if function is check.function else function(context)
+                except BaseException:
+                    did = calls_made()  # before what is closed adds to it
+                    raise
                 finally:
                     context.close()
         except NotRun as skipped:
             return Status.NOT_RUN, str(skipped), skipped.excused
         except CheckFailed as failure:
-            return self._discarding(Status.FAILED, str(failure))
+            about = f"{failure.what}: " if failure.did and failure.what else ""
+            did, expected = failure.did or failure.what, f"{about}{failure.expected}"
+            text = self._explained(failure, did, expected, failure.got, failure.__cause__)
+            return self._discarding(Status.FAILED, text)
         except TookTooLong as late:
             advice = (
                 "the backend hangs there, or this host is slow; --timeout SECONDS sets the limit"
             )
-            return self._discarding(Status.ERROR, f"{late}\n{advice}")
+            stacks = [traceback.extract_stack(each) for each in sys._current_frames().values()]
+            running = [_place(own) for stack in stacks if (own := self._own(stack))]
+            at = f"\nthe backend's threads are at {'; '.join(running)}" if running else ""
+            text = f"{late}\n{advice}\ncalls made: {did}{at}"
+            return self._discarding(Status.ERROR, text)
         except KeyboardInterrupt:
             raise
-        except BaseException:  # a backend may call sys.exit or pytest.skip: that is no verdict
-            return self._discarding(Status.ERROR, traceback.format_exc(limit=-8))
+        except BaseException as error:  # a backend may call sys.exit or pytest.skip: no verdict
+            what, got = did or calls_made(), f"{type(error).__name__}: {error}"
+            text = self._explained(error, what, "no exception", got, error)
+            trace = labelled(traceback=traceback.format_exc(limit=-8))
+            return self._discarding(Status.ERROR, f"{text}\n{trace}")
         if passed is Status.PASSED:
             return passed, "", False
         capability = self._capability(check)
         declared = f": {capability.reason}" if capability and capability.reason else ""
         return passed, f"declared, and refused before anything was touched{declared}", False
+
+    def _explained(
+        self,
+        error: BaseException,
+        did: str,
+        expected: str,
+        got: str,
+        cause: BaseException | None,
+    ) -> str:
+        """What was done, what was expected and got, and where in the backend the cause is."""
+        if not did:
+            frames = traceback.extract_tb(error.__traceback__)
+            lines = [at.line for at in frames if Path(at.filename).parent.name == "checks"]
+            did = (lines or [""])[-1] or "the check itself"
+        found: list[traceback.FrameSummary] = []
+        while cause is not None:
+            found = [*traceback.extract_tb(cause.__traceback__), *found]
+            cause = cause.__cause__ or cause.__context__
+        at = _place(self._own(found) or found)
+        return labelled(did=did, expected=expected, got=got, raised_at=at)
+
+    def _own(self, frames: list[traceback.FrameSummary]) -> list[traceback.FrameSummary]:
+        """Those in the backend's package."""
+        factories = self.target.manifest.factories.values()
+        packages = {factory.partition(":")[0].partition(".")[0] for factory in factories}
+        return [at for at in frames if packages & set(Path(at.filename).parts)]
 
     def _discarding(self, status: Status, message: str) -> tuple[Status, str, bool]:
         """The result of a check after which no backend is used again."""
@@ -180,7 +224,7 @@ class Harness:
         return self.target.manifest.capabilities[kind][check.capability]
 
     def _capability_kind(self, check: Check) -> Kind | None:
-        """The kind of backend whose capability the check is about, if the target offers it."""
+        """The kind of backend that has the capability of the check, if the target offers it."""
         kinds: tuple[Kind, ...] = ("generation", "policy")
         for kind in sorted(kinds, key=lambda k: k not in check.needs):
             if check.capability in self.target.manifest.capabilities.get(kind, {}):
@@ -210,6 +254,11 @@ class Harness:
         return engine is not None and SpecifierSet(capability.engine).contains(
             engine[1], prereleases=True
         )
+
+
+def _place(frames: list[traceback.FrameSummary]) -> str:
+    """File and line of the last frame, "" if there is none."""
+    return "".join(f"{at.filename}:{at.lineno}, in {at.name}: {at.line}" for at in frames[-1:])
 
 
 def _gpus() -> int:

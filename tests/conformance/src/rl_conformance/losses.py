@@ -1,4 +1,4 @@
-"""Losses that tell what they were given, and one of each kind there is."""
+"""Losses that report what they were given, and one of each kind there is."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ __all__ = [
     "PairLoss",
     "RaisesInARow",
     "SequenceLikelihood",
-    "TellingLoss",
+    "ReportingLoss",
 ]
 
 
-class TellingLoss(NegativeLogLikelihood):
+class ReportingLoss(NegativeLogLikelihood):
     """Tells in its metrics what a call was given.
 
     Reads ``row`` ``[B]`` and ``echo`` ``[B, S]``, a copy of ``input_ids``.
@@ -57,23 +57,23 @@ class TellingLoss(NegativeLogLikelihood):
         strangers = (data["echo"] != data["input_ids"]).to(real.device) & real
         tokens = (data["token_mask"][:, 1:] * data["sample_mask"][:, None]).sum()
         widths = [inputs.shape[1] - data[key].shape[1] for key in ("input_ids", "token_mask")]
-        told = {
-            "told_rows": float(counts.sum()),
-            "told_row_numbers": float((data["row"] * counts).sum()),
-            "told_tokens": float(tokens),
-            "told_all_tokens_min": float(global_valid_toks),
-            "told_all_tokens_max": float(global_valid_toks),
-            "told_all_rows_min": float(global_valid_seqs),
-            "told_all_rows_max": float(global_valid_seqs),
-            "told_strangers_max": float(strangers.sum()),
-            "told_unscored_max": float((inputs.detach() * unscored).abs().max()),
-            "told_widths_max": float(max(map(abs, widths))),
-            "told_likelihood": -float(loss.detach()),
+        seen = {
+            "seen_rows": float(counts.sum()),
+            "seen_row_numbers": float((data["row"] * counts).sum()),
+            "seen_tokens": float(tokens),
+            "seen_all_tokens_min": float(global_valid_toks),
+            "seen_all_tokens_max": float(global_valid_toks),
+            "seen_all_rows_min": float(global_valid_seqs),
+            "seen_all_rows_max": float(global_valid_seqs),
+            "seen_strangers_max": float(strangers.sum()),
+            "seen_unscored_max": float((inputs.detach() * unscored).abs().max()),
+            "seen_widths_max": float(max(map(abs, widths))),
+            "seen_likelihood": -float(loss.detach()),
         }
         if len(lengths):
-            told["told_shortest_min"] = float(lengths.min())
-            told["told_longest_max"] = float(lengths.max())
-        return loss, told
+            seen["seen_shortest_min"] = float(lengths.min())
+            seen["seen_longest_max"] = float(lengths.max())
+        return loss, seen
 
 
 class SequenceLikelihood(LossFunction):
@@ -153,7 +153,7 @@ class RaisesInARow(NegativeLogLikelihood):
 class FailsInTheStep(NegativeLogLikelihood):
     """Fault: in the first process that computes it, the next step raises once weights are written.
 
-    Steps of torch's optimizers do; ``claim`` is there once one was told to.
+    Steps of torch's optimizers do; ``claim`` exists once one was chosen.
 
     Args:
         claim: A file that is not there yet.

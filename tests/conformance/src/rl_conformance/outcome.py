@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from rl_conformance.figures import Figure
 
-__all__ = ["ClauseResult", "Measure", "Outcome", "RunReport", "Status", "Verdict"]
+__all__ = ["ClauseResult", "Measure", "Outcome", "RunReport", "Status", "Verdict", "labelled"]
 
 
 class Status(enum.StrEnum):
@@ -58,6 +58,15 @@ class Verdict(enum.StrEnum):
     INCOMPLETE = "incomplete"
 
 
+def labelled(**texts: str) -> str:
+    """Texts that are not empty, each in lines of its own after its label."""
+    return "\n".join(
+        f"{name.replace('_', ' ')}:".ljust(11) + text.strip().replace("\n", "\n" + 11 * " ")
+        for name, text in texts.items()
+        if text
+    )
+
+
 @dataclass(frozen=True, slots=True)
 class Measure:
     """A measured value beside the bound it must keep.
@@ -96,7 +105,7 @@ class Outcome:
         seconds: How long it took.
         message: Why it did not pass, "" if it did.
         measures: What it measured.
-        excused: For ``not_run``: True if the profile does not ask for it, so that the run is
+        excused: For ``not_run``: True if the profile does not need it, so that the run is
             complete without it.
         figures: What it recorded for the plots of the report.
         where: File and line of the check.
@@ -119,15 +128,19 @@ class Outcome:
         """Why it did not pass; for a failure also what to read, where to look and what to run."""
         if not self.status.bad or not self.where:
             return self.message
-        lines = {
-            "checked": self.title,
-            "result": self.message.strip().replace("\n", "\n           "),
-            "look at": CLAUSES[self.clause].look,
-            "clause": f"{CLAUSES[self.clause].title} (rl explain {self.clause})",
-            "run alone": self.command,
-            "source": self.where,
-        }
-        return "\n".join(f"{f'{name}:':<11}{text}" for name, text in lines.items() if text)
+        clause, message = CLAUSES[self.clause], self.message.strip()
+        return "\n".join(
+            [
+                labelled(checked=self.title),
+                message if message.startswith("did:") else labelled(result=message),
+                labelled(
+                    look_at=clause.look,
+                    clause=f"{clause.title} (rl explain {self.clause})",
+                    run_alone=self.command,
+                    source=self.where,
+                ),
+            ]
+        )
 
     @property
     def clause(self) -> str:

@@ -44,7 +44,9 @@ def suite_items(session: pytest.Session, backend: str) -> list[pytest.Item]:
     for check in profile(backend):
         name = f"{backend}::{check.id}"
         item = ConformanceItem.from_parent(session, name=name, check=check)
-        if check.summary or check.capability is not None:  # it asks for all that have one
+        if (
+            check.summary or check.capability is not None
+        ):  # it reads the results of all that have one
             item.add_marker(pytest.mark.xdist_group("capabilities"))
         items.append(item)
     return items
@@ -63,7 +65,7 @@ class ConformanceItem(pytest.Item):
         conduct(self, harness_for(self.config, find_target, name), self.check)
 
     def repr_failure(self, excinfo: pytest.ExceptionInfo[BaseException], *_: Any) -> str:
-        """The message of the check alone: the suite's own frames tell nothing."""
+        """The message of the check alone, without the suite's own frames."""
         return str(excinfo.value)
 
     def reportinfo(self) -> tuple[str, None, str]:
@@ -142,11 +144,11 @@ def finish_session(
         seconds: How long the session took.
     """
     config = session.config
-    path, asked = config.getoption("rl_report"), config.getoption("rl_backend")
+    path, chosen = config.getoption("rl_report"), config.getoption("rl_backend")
     runs = dict(found)
-    if asked and not any(run[0] == asked for run in runs):
+    if chosen and not any(run[0] == chosen for run in runs):
         empty = Settings.of(config.getoption("rl_device"), config.getoption("rl_dtype"))
-        runs[asked, empty.device, empty.dtype] = ()
+        runs[chosen, empty.device, empty.dtype] = ()
     for run, outcomes in runs.items():
         report = _report(session, run, outcomes, environments.get(run, {}), seconds)
         if path:
@@ -173,10 +175,10 @@ def _report(
     seen = {outcome.clause for outcome in outcomes}
     checks = profile(run[0])
     complete = {o.check for o in outcomes} >= {check.id for check in checks}
-    asked = run[0] == session.config.getoption("rl_backend")
+    chosen = run[0] == session.config.getoption("rl_backend")
     broken = (pytest.ExitCode.INTERRUPTED, pytest.ExitCode.INTERNAL_ERROR)
     stopped = session.shouldstop or session.shouldfail or session.exitstatus in broken
-    whole = not selection and bool(asked or complete or stopped)
+    whole = not selection and bool(chosen or complete or stopped)
     return RunReport(
         run[0],
         _in_order(outcomes, checks, fill=whole),

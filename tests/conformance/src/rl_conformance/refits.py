@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from rl_conformance.batches import generated_mask
+from rl_conformance.calls import noted
 from rl_conformance.expect import require
 from rl_conformance.served import certain_prompts
 from rl_conformance.weights import engine_weights, policy_weights, same_weights
@@ -58,11 +59,12 @@ def fresh_engine(ctx: Context, **config: Any) -> GenerationInterface:
 
 def run_refit(policy: Any, generation: Any, **options: Any) -> RefitReport:
     """A refit with the checks' deadline."""
-    return refit(policy, generation, **({"deadline_s": DEADLINE_S} | options))
+    with noted(generation, "refit", **options):
+        return refit(policy, generation, **({"deadline_s": DEADLINE_S} | options))
 
 
 class _Watched:
-    """An engine whose refits can be waited for, also when the trainer's side has ended first."""
+    """Lets a check wait for an engine's refits, also when the trainer's side ended first."""
 
     def __init__(self, generation: Any) -> None:
         self._generation = generation
@@ -110,7 +112,7 @@ def equal(policy: ColocatablePolicyInterface, generation: GenerationInterface) -
         name: tensor.to(ours[name].dtype) if name in ours else tensor
         for name, tensor in theirs.items()
     }
-    same_weights(ours, expected, "engine")
+    same_weights(ours, expected, "weights read from the engine")
 
 
 def agree(
@@ -150,7 +152,7 @@ def scores_of_both(
     )
     policy.prepare_for_lp_inference()
     inside = generated_mask(data, output)
-    require(inside.any(), "nothing was generated")
+    require(inside.any(), "the output of generate", "some tokens", "none")
     return output["logprobs"][inside], policy.get_logprobs(sequences)["logprobs"][inside]
 
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from rl_conformance.expect import require, same_tensor
+from rl_conformance.expect import same, same_tensor
 
 if TYPE_CHECKING:
     from rl_conformance.context import Context
@@ -21,7 +21,7 @@ _STEPS = 4
 
 
 def certain_prompts(ctx: Context, *, seed: int | None = None) -> BatchedDataDict[Any]:
-    """Three prompts whose first greedy tokens are certain.
+    """Three prompts with first greedy tokens that are certain.
 
     Args:
         ctx: Of the check.
@@ -46,12 +46,12 @@ def same_output(ctx: Context, got: BatchedDataDict[Any], expected: BatchedDataDi
     be another choice each time.
     """
     ours, theirs = (_certain(output, "output_ids").tolist() for output in (got, expected))
-    require(ours == theirs, f"the first tokens of three rows are {ours}, expected {theirs}")
+    same(ours, theirs, f"the first {_STEPS} tokens")
     ctx.measure_error(_certain(got, "logprobs"), _certain(expected, "logprobs"))
 
 
 def made_by(output: BatchedDataDict[Any], version: int, origin: int, rows: str = "rows") -> None:
-    """Fails unless all rows say that they are of this version of the trainer of that origin."""
+    """Fails unless all rows carry this version and this origin."""
     size = len(output["generation_lengths"])
     for key, expected in (("weights_version", version), ("weights_origin", origin)):
         same_tensor(output[key], torch.full((size,), expected), f"{key} of {rows}")

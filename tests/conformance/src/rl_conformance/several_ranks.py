@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from rl_conformance.batches import generated_mask
-from rl_conformance.expect import CheckFailed, require
+from rl_conformance.expect import CheckFailed, require, same
 from rl_conformance.reference import make_reference
 from rl_conformance.refits import run_refit
 from rl_conformance.training import training_config
@@ -77,7 +77,7 @@ class Layout:
     Attributes:
         name: What the plugin calls it.
         ranks: How many there are, of all copies.
-        config: The keys that say so.
+        config: The keys that select it.
     """
 
     name: str
@@ -98,9 +98,9 @@ def layouts_of(ctx: Context) -> list[Layout]:
     named = named_layouts(ctx)
     require(
         named,
-        f"sharded is declared, and no layout is named for {device}: give the entry point {name!r} "
-        f'of the group rl_core.conformance {{"{device}": {{"sharded": {{"tp2": {{"ranks": 2, '
-        '"config": {...}}}}}',
+        f"entry point {name!r} of the group rl_core.conformance, as sharded is declared",
+        f'{{"{device}": {{"sharded": {{"tp2": {{"ranks": 2, "config": {{...}}}}}}}}}}',
+        "no layout",
     )
     found = [Layout(name, each["ranks"], each["config"]) for name, each in named.items()]
     if device == "cuda":
@@ -178,9 +178,7 @@ class Beside:
             if kind == "dropping" and copies > 1:
                 self.one = policy_on(ctx, copies, self.config, dtype)
                 whole = self.one.data_parallel_size
-                require(
-                    whole == copies, f"without {layout.config} {copies} ranks hold {whole} copies"
-                )
+                same(whole, copies, f"data_parallel_size without {layout.config}")
             else:
                 self.one = ctx.workshop.build("policy", dtype, self.config)
         except BaseException:
@@ -245,7 +243,8 @@ def beside(
         pair: Beside = ctx.workshop.keep("ranks", f"{layout} {kind} {dtype}", build, most=most)
         yield ctx.closing(build()) if untrained and pair.steps else pair
     except CheckFailed as failure:
-        raise CheckFailed(f"{layout.name}: {failure}") from None
+        failure.what = f"{layout.name}: {failure.what}"
+        raise
     except Exception as error:
         error.add_note(f"in the layout {layout.name}")
         raise
@@ -256,26 +255,24 @@ def same_step(ctx: Context, one: Mapping[str, Any], many: Mapping[str, Any]) -> 
     mean, largest = ctx.tolerance_of("float32")
     history, other = one.get("step_metrics", {}), many.get("step_metrics", {})
     for key in history.keys() | one.keys() - {"step_metrics", "all_mb_metrics"}:
-        require(key in many, f"the result has no {key}: {sorted(many)}")
-        require(
-            len(history.get(key, [])) == len(other.get(key, [])),
-            f"step_metrics has {other.get(key)} for {key}, one rank has {history.get(key)}",
-        )
+        require(key in many, "the result of train", f"a value of {key}", sorted(many))
+        counts = (len(other.get(key, [])), len(history.get(key, [])))
+        same(*counts, f"values of {key} in step_metrics, as on one rank")
         ours = [many[key], *other.get(key, [])]
         for got, expected in zip(ours, [one[key], *history.get(key, [])], strict=True):
             off = abs(float(got) - float(expected))
             if key == "grad_norm":
-                relative = off / max(float(expected), 1e-6)
-                ctx.measure("grad_norm_relative_error", relative, max(mean, 1e-3))
+                of, most = max(float(expected), 1e-6), max(mean, 1e-3)
+                ctx.measure_near("grad_norm_relative_error", got, expected, most, of)
             elif key == "loss":
-                ctx.measure("loss_error", off, largest)
+                ctx.measure_near("loss_error", got, expected, largest)
             else:
                 allowed = largest * max(1.0, abs(float(expected)))
-                require(off <= allowed, f"{key} is {got}, one rank has {expected}")
+                require(off <= allowed, f"{key}, as on one rank", expected, got)
 
 
 def moved_alike(ctx: Context, pair: Beside) -> None:
-    """Fails unless each tensor has gone the same way on several ranks and on one."""
+    """Fails unless each tensor changed alike on several ranks and on one."""
     start = checkpoint_weights(pair.path)
     config: dict[str, Any] = {"model_name": str(pair.path), "torch_dtype": pair.dtype}
     config["temperature"] = pair.config.get("temperature", 1.0)
@@ -311,6 +308,6 @@ def scores_fit(
     rows = BatchedDataDict[Any]({key: output[column] for key, column in sequences.items()})
     policy.prepare_for_lp_inference()
     inside = generated_mask(prompts, output)
-    require(inside.any(), "nothing was generated")
+    require(inside.any(), "the output of generate", "some tokens", "none")
     scores = policy.get_logprobs(rows)["logprobs"]
     ctx.measure_error(output["logprobs"][inside], scores[inside], dtype, scale=2 * scale)

@@ -109,10 +109,11 @@ class InfiniteGradientLoss(NegativeLogLikelihood):
 
 
 def without_finite_gradient(loss: torch.Tensor, inputs: torch.Tensor) -> torch.Tensor:
-    """The same loss, whose gradient is that of a root at 0; fails if torch makes that finite."""
+    """The same loss, with the gradient of a root at 0; fails if torch makes that finite."""
     faulty = loss + (loss - loss.detach()).sqrt()
     [gradient] = torch.autograd.grad(faulty, inputs, retain_graph=True)
-    require(not gradient.isfinite().all(), "the suite's own fault has a finite gradient")
+    finite = gradient.isfinite().all()
+    require(not finite, "the suite's own fault", "a gradient with NaN", "it has a finite gradient")
     return faulty
 
 

@@ -1,4 +1,4 @@
-"""The ways in which weights come to an engine, and trainers whose weights a check chooses."""
+"""The ways in which weights come to an engine, and trainers with weights that a check chooses."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from rl_conformance.expect import require
+from rl_conformance.expect import same, within
 from rl_conformance.reference import make_reference
 from rl_conformance.refits import agree, equal, modes_of, run_refit
 
@@ -30,7 +30,7 @@ __all__ = [
 
 
 def settable_trainer(ctx: Context, *, seed: int = 1) -> Any:
-    """The suite's own policy, whose ``model`` may be changed; it fits :func:`engine_for`."""
+    """The suite's own policy; a check may change its ``model``; it fits :func:`engine_for`."""
     config = {"model_name": str(ctx.model("qwen2", seed=seed)), "torch_dtype": ctx.settings.dtype}
     return ctx.closing(make_reference("policy", config))
 
@@ -146,15 +146,13 @@ def every_pair(ways: Sequence[str]) -> list[str]:
 def exact(
     ctx: Context, policy: Any, engine: Any, what: str, version: int, dtype: str | None = None
 ) -> None:
-    """Fails unless the engine has the policy's weights, computes with them, and says which.
+    """Fails unless the engine has the policy's weights and version, and computes with them.
 
     The prompts are the same each time, and one is long enough for a cache of blocks of tokens: what
     an engine keeps of earlier weights shows.
     """
     found = engine.weights_version
-    require(found == version, f"{what}: the version is {found}, not {version}")
-    try:
+    same(found, version, f"{what}: weights_version")
+    with within(what):
         equal(policy, engine)
         agree(ctx, policy, engine, ctx.prompts(5, 150, 3), dtype)
-    except AssertionError as error:
-        raise type(error)(f"{what}: {error}") from None

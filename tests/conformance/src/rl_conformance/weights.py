@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from typing import TYPE_CHECKING, Any
 
-from rl_conformance.expect import NotRun, require
+from rl_conformance.expect import NotRun, require, same_tensor
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -47,7 +47,7 @@ def checkpoint_weights(path: Path) -> dict[str, torch.Tensor]:
     found: dict[str, torch.Tensor] = {}
     for file in sorted(path.glob("model*.safetensors")):
         found |= load_file(file)
-    require(found, f"{path} holds no model*.safetensors")
+    require(found, f"{path}", "model*.safetensors", "no such file")
     return found
 
 
@@ -71,18 +71,8 @@ def same_weights(
     got: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], what: str
 ) -> None:
     """Fails unless both sides have the same names and the same bits, signs of zeros among them."""
-    import torch
-
-    require(
-        got.keys() == expected.keys(),
-        f"{what}: names differ: {sorted(got.keys() ^ expected.keys())[:5]}",
-    )
+    missing, more = expected.keys() - got.keys(), got.keys() - expected.keys()
+    names = f"{sorted(missing)[:5]} missing, {sorted(more)[:5]} unexpected"
+    require(not missing and not more, f"{what}: names of tensors", "the same on both sides", names)
     for name, tensor in expected.items():
-        ours = got[name]
-        require(
-            (ours.shape, ours.dtype) == (tensor.shape, tensor.dtype),
-            f"{what}: {name}: got {ours.dtype} {list(ours.shape)}, "
-            f"expected {tensor.dtype} {list(tensor.shape)}",
-        )
-        ours, theirs = (t.contiguous().reshape(-1).view(torch.uint8) for t in (ours, tensor))
-        require(torch.equal(ours, theirs), f"{what}: {name}: bits differ")
+        same_tensor(got[name], tensor, f"{what}: {name}")

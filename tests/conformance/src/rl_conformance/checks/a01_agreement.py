@@ -18,7 +18,7 @@ from rl_conformance.diagnostics.engine import (
     test_generation_consistency,
     test_max_model_len_respected,
 )
-from rl_conformance.expect import raises, require
+from rl_conformance.expect import raises, require, same
 from rl_conformance.refits import run_refit, scores_of_both
 from rl_conformance.registry import CORE, check
 from rl_conformance.training import AdvantageLoss, training_batch
@@ -41,10 +41,14 @@ def a_true_pair_passes(ctx: Context) -> None:
     """The same weights on both sides pass, greedy and sampled."""
     policy, generation = ctx.fresh_pair(seed=1)
     data = ctx.prompts(*_PROMPTS)
-    require(validate_log_probability_consistency(policy, generation, data) is True, "not True")
+    same(
+        validate_log_probability_consistency(policy, generation, data),
+        True,
+        "validate_log_probability_consistency with equal weights",
+    )
     found = measure_log_probability_consistency(policy, generation, data)
     ctx.record_errors(_ERRORS, "equal weights", *scores_of_both(policy, generation, data))
-    require(found.greedy and found.sampled, "greedy or sampled was left out")
+    require(found.greedy and found.sampled, "the errors", "one of greedy, one of sampled", found)
 
 
 @check("A1")
@@ -53,9 +57,10 @@ def other_weights_do_not_pass(ctx: Context) -> None:
     policy = ctx.fresh_policy(model_name=str(ctx.model("qwen2", seed=1)))
     generation = ctx.fresh_generation(model_name=str(ctx.model("qwen2", seed=0)))
     data = ctx.prompts(*_PROMPTS)
-    require(
-        validate_log_probability_consistency(policy, generation, data) is False,
-        "a policy and an engine with different weights are called consistent",
+    same(
+        validate_log_probability_consistency(policy, generation, data),
+        False,
+        "validate_log_probability_consistency with different weights",
     )
 
 
@@ -80,7 +85,7 @@ def _diagnosed(ctx: Context) -> dict[str, Any]:
 def the_context_length_is_respected(ctx: Context) -> None:
     """test_max_model_len_respected(model_name) passes."""
     found = test_max_model_len_respected(str(ctx.model()), **_diagnosed(ctx))
-    require(found, f"{found}")
+    require(found, "test_max_model_len_respected", "it passes", found)
 
 
 @check("A2", needs=("generation",))
@@ -88,7 +93,7 @@ def decoding_agrees_with_prefill(ctx: Context) -> None:
     """test_generation_consistency(model_name) passes over long outputs."""
     found = test_generation_consistency(str(ctx.model()), max_new_tokens=100, **_diagnosed(ctx))
     ctx.measure("mean_exp_difference", found.agreement.error, found.threshold)
-    require(found, f"{found}")
+    require(found, "test_generation_consistency", "it passes", found)
 
 
 @check("A2", needs=(CORE,), device="cpu", timeout_s=180.0)
@@ -102,7 +107,8 @@ def the_diagnostics_are_commands(ctx: Context) -> None:
         timeout=600,  # the deadline of the check is shorter, and depends on the device
         env={**os.environ, "TERM": "dumb"},
     )
-    require(done.returncode == 0, f"exit code {done.returncode}: {done.stdout}{done.stderr}")
+    printed = f"{done.returncode}: {done.stdout}{done.stderr}"
+    require(done.returncode == 0, "rl check max-model-len", "exit code 0", printed)
 
 
 _DTYPES: dict[str, dict[str, Any]] = {
@@ -138,7 +144,7 @@ _GOOD: Off = [(3, [0.0] * 5), (1, [0.0, 0.0])]
 
 
 class _Pair:
-    """Test double: engine and policy whose log-probs differ as given, and off the mask wildly."""
+    """Test double: log-probs of engine and policy that differ as given, and widely off the mask."""
 
     def __init__(self, greedy: Off, sampled: Off) -> None:
         self.off = {True: greedy, False: sampled}
@@ -201,12 +207,12 @@ def the_error_is_the_mean_of_the_exponentials(ctx: Context) -> None:
         for threshold in (1.05, expected + 1e-4, max(expected - 1e-4, 1e-9)):
             found = measure_log_probability_consistency(pair, pair, BatchedDataDict(), threshold)
             near = abs(found.error - expected) < 1e-6
-            require(near, f"{name}: the error is {found.error}, by hand it is {expected}")
-            said = validate_log_probability_consistency(pair, pair, BatchedDataDict(), threshold)
-            passes = expected < threshold
-            require(said is passes, f"{name}: {said} at {threshold}, the error is {expected}")
+            require(near, f"{name}: the error, within 1e-6", expected, found.error)
+            passes = validate_log_probability_consistency(pair, pair, BatchedDataDict(), threshold)
+            what = f"{name}: consistent, with an error of {expected} and a threshold of {threshold}"
+            same(passes, expected < threshold, what)
         default = validate_log_probability_consistency(pair, pair, BatchedDataDict())
-        require(default is (expected < 1.05), f"{name}: {default} without a threshold")
+        same(default, expected < 1.05, f"{name}: consistent, with an error of {expected}")
 
 
 @check("A1", needs=(CORE,))
@@ -217,8 +223,8 @@ def nan_and_infinity_do_not_agree(ctx: Context) -> None:
             modes: list[Off] = [_GOOD, _GOOD]
             modes[bad] = [(2, [0.0, value, 0.0])]
             pair: Any = _Pair(*modes)
-            said = validate_log_probability_consistency(pair, pair, BatchedDataDict())
-            require(said is False, f"log-probs that are off by {value} are called consistent")
+            passes = validate_log_probability_consistency(pair, pair, BatchedDataDict())
+            same(passes, False, f"consistent, with log-probs that differ by {value}")
 
 
 @check("A1", needs=(CORE,))

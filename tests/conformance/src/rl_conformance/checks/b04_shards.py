@@ -20,7 +20,7 @@ from rl_conformance.checks.common import (
     random_batch,
     seeded_batch,
 )
-from rl_conformance.expect import raises, require, same_tensor
+from rl_conformance.expect import raises, require, same, same_tensor
 from rl_conformance.registry import check
 from rl_core.batch import BatchedDataDict, verify_right_padding
 from rl_core.errors import DataError
@@ -43,12 +43,12 @@ _ALGORITHMS = (
 
 
 def _same(got: BatchedDataDict[Any], expected: BatchedDataDict[Any]) -> None:
-    require(got.keys() == expected.keys(), f"keys differ: {got.keys() ^ expected.keys()}")
+    same(sorted(got), sorted(expected), "columns")
     for key, value in expected.items():
         if isinstance(value, torch.Tensor):
             same_tensor(got[key], value, key)
         else:
-            require(got[key] == value and type(got[key]) is type(value), f"{key} differs")
+            same((type(got[key]), got[key]), (type(value), value), f"column {key}")
 
 
 @check("B4", cases={f"into_{n}": {"shards": n} for n in (1, 2, 3)})
@@ -56,16 +56,16 @@ def every_row_lands_in_one_shard(ctx: Context, shards: int) -> None:
     """Plain shards have equal sizes and lose nothing."""
     data = seeded_batch()
     parts = data.shard_by_batch_size(shards)
-    require([p.size for p in parts] == [12 // shards] * shards, "shards are not equal")
+    same([p.size for p in parts], [12 // shards] * shards, "sizes of the shards")
     rows = [n for part in parts for n in part["number"].tolist()]
-    require(sorted(rows) == list(range(12)), f"rows {rows}")
+    same(sorted(rows), list(range(12)), "rows of all shards")
 
 
 @check("B4")
 def global_batches_are_dealt_in_turn(ctx: Context) -> None:
     """With batch_size 2 and two shards, rows 0 1 2 3 become 0 2 and 1 3."""
     parts = seeded_batch().slice(0, 4).shard_by_batch_size(2, batch_size=2)
-    require([p["number"].tolist() for p in parts] == [[0, 2], [1, 3]], "dealt otherwise")
+    same([p["number"].tolist() for p in parts], [[0, 2], [1, 3]], "rows of the two shards")
 
 
 @check("B4")
@@ -75,7 +75,7 @@ def rows_that_do_not_divide_are_refused(ctx: Context) -> None:
     with raises(ValueError):
         data.shard_by_batch_size(2)
     parts = data.shard_by_batch_size(2, allow_uneven_shards=True)
-    require(sorted(p.size for p in parts) == [5, 6], "11 rows are not dealt 5 and 6")
+    same(sorted(p.size for p in parts), [5, 6], "sizes of the shards of 11 rows")
 
 
 @check("B4")
@@ -86,12 +86,13 @@ def dynamic_microbatches_keep_their_bound(ctx: Context) -> None:
         2, dynamic_batching_args={"max_tokens_per_microbatch": 64, "sequence_length_round": 8}
     )
     counts = [p.get_microbatch_iterator_dynamic_shapes_len() for p in parts]
-    require(len(set(counts)) == 1, f"microbatches per shard: {counts}")
+    require(len(set(counts)) == 1, "microbatches of the shards", "equally many", counts)
     for part in parts:
         for micro in part.make_microbatch_iterator_with_dynamic_shapes():
             rows, width = micro["input_ids"].shape
-            require(rows * width <= 64, f"a microbatch has {rows} x {width} tokens")
-            require(width % 8 == 0 or width == data["input_ids"].shape[1], f"width {width}")
+            require(rows * width <= 64, "a microbatch", "at most 64 tokens", f"{rows} x {width}")
+            fits = width % 8 == 0 or width == data["input_ids"].shape[1]
+            require(fits, "width of a microbatch", "a multiple of 8", width)
     _undone(data, parts, order)
 
 
@@ -106,11 +107,11 @@ def packed_bins_keep_their_bound(ctx: Context, algorithm: str) -> None:
     }
     parts, order = data.shard_by_batch_size(2, sequence_packing_args=args)
     counts = [part.get_microbatch_iterator_for_packable_sequences_len()[0] for part in parts]
-    require(len(set(counts)) == 1, f"bins per shard: {counts}")
+    require(len(set(counts)) == 1, "bins of the shards", "equally many", counts)
     for part in parts:
         for micro in part.make_microbatch_iterator_for_packable_sequences():
             padded = ((micro["input_lengths"] + 3) // 4 * 4).sum()
-            require(padded <= 40, f"a bin holds {int(padded)} padded tokens")
+            require(padded <= 40, "padded tokens of a bin", "at most 40", padded)
     _undone(data, parts, order)
 
 
@@ -123,16 +124,16 @@ def shuffled_packing_is_seeded(ctx: Context) -> None:
         seeded_batch().shard_by_batch_size(2, sequence_packing_args=args) for _ in "ab"
     )
     same_tensor(torch.get_rng_state(), before, "the global random state")
-    require(first[1] == second[1], "two packings with one seed differ")
+    same(second[1], first[1], "order of a second packing with one seed")
 
 
 def _undone(data: BatchedDataDict[Any], parts: list[Any], order: list[int]) -> None:
     """The order that came with the shards brings the rows back."""
     merged = BatchedDataDict[Any].from_batches(parts)
-    require(sorted(merged["number"].tolist()) == list(range(12)), "rows were lost or doubled")
+    same(sorted(merged["number"].tolist()), list(range(12)), "rows of all shards")
     merged.reorder_data(order)
-    require(merged["number"].tolist() == list(range(12)), "the order does not undo the sharding")
-    require(merged["name"] == data["name"], "lists were torn from their rows")
+    same(merged["number"].tolist(), list(range(12)), "rows after reorder_data(order)")
+    same(merged["name"], data["name"], "a column of lists after reorder_data(order)")
 
 
 @check("B5")
@@ -140,7 +141,8 @@ def fixed_microbatches_yield_every_row(ctx: Context) -> None:
     """Runs of the given size, in order."""
     micros = list(seeded_batch().make_microbatch_iterator(4))
     rows = [n for micro in micros for n in micro["number"].tolist()]
-    require(rows == list(range(12)) and len(micros) == 3, f"rows {rows}")
+    same(rows, list(range(12)), "rows of all microbatches")
+    same(len(micros), 3, "microbatches of 4 of 12 rows")
 
 
 @check("B5")
@@ -153,9 +155,10 @@ def dynamic_microbatches_are_narrowed(ctx: Context) -> None:
     for micro in part.make_microbatch_iterator_with_dynamic_shapes():
         longest = int(micro["input_lengths"].max())
         width = micro["input_ids"].shape[1]
-        require(longest <= width < longest + 4, f"width {width} for a longest row of {longest}")
+        fits = longest <= width < longest + 4
+        require(fits, "width of a microbatch", f"{longest}, rounded up to a multiple of 4", width)
         seen += micro["number"].tolist()
-    require(sorted(seen) == list(range(12)), f"rows {seen}")
+    same(sorted(seen), list(range(12)), "rows of all microbatches")
 
 
 @check("B5")
@@ -166,10 +169,10 @@ def packable_microbatches_yield_every_row(ctx: Context) -> None:
     micros = list(part.make_microbatch_iterator_for_packable_sequences())
     count, longest = part.get_microbatch_iterator_for_packable_sequences_len()
     loads = [int(micro["input_lengths"].sum()) for micro in micros]
-    require(count == len(micros), f"{count} microbatches were announced, {len(micros)} came")
-    require(longest >= max(loads), f"the longest was announced as {longest}, it is {max(loads)}")
+    same(len(micros), count, "microbatches, and how many were announced")
+    require(longest >= max(loads), "announced longest microbatch", f">= {max(loads)}", longest)
     rows = sorted(n for micro in micros for n in micro["number"].tolist())
-    require(rows == list(range(12)), f"rows {rows}")
+    same(rows, list(range(12)), "rows of all microbatches")
 
 
 def _planned() -> BatchedDataDict[Any]:
@@ -184,10 +187,10 @@ def _planned() -> BatchedDataDict[Any]:
 
 
 def _survived(got: Any, expected: BatchedDataDict[Any]) -> None:
-    require(type(got) is type(expected), f"it became a {type(got).__name__}")
+    same(type(got), type(expected), "type of the batch")
     _same(got, expected)
     for name in ("micro_batch_indices", "micro_batch_lengths", "elem_counts_per_gb"):
-        require(getattr(got, name) == getattr(expected, name), f"{name} was lost")
+        same(getattr(got, name), getattr(expected, name), name)
 
 
 @check("B6")
@@ -220,9 +223,7 @@ def a_batch_survives_ray(ctx: Context) -> None:
 @check("B7")
 def right_padding_is_accepted(ctx: Context) -> None:
     """(True, None)."""
-    require(
-        verify_right_padding(seeded_batch()) == (True, None), "a right-padded batch was refused"
-    )
+    same(verify_right_padding(seeded_batch()), (True, None), "verify_right_padding")
 
 
 @check("B7")
@@ -231,8 +232,9 @@ def row_and_positions_are_named(ctx: Context) -> None:
     data = seeded_batch()
     data["input_ids"][3, 14] = 5
     ok, message = verify_right_padding(data, raise_error=False)
-    require(not ok, "a stray token was accepted")
-    require("3" in str(message) and "14" in str(message), f"row 3, position 14: {message}")
+    require(not ok, "verify_right_padding with a token after row 3", "False", ok)
+    named = "3" in str(message) and "14" in str(message)
+    require(named, "the message", "it names row 3 and position 14", message)
     with raises(ValueError, "3", "14"):
         verify_right_padding(data)
 
@@ -241,7 +243,7 @@ def row_and_positions_are_named(ctx: Context) -> None:
 def the_pad_value_counts(ctx: Context) -> None:
     """Another pad value than the one that was used is not padding."""
     ok, _ = verify_right_padding(seeded_batch(), pad_value=1, raise_error=False)
-    require(not ok, "zeros passed for padding with 1")
+    require(not ok, "verify_right_padding(pad_value=1) of rows padded with 0", "False", ok)
 
 
 Row = dict[str, Any]
@@ -254,7 +256,7 @@ _DTYPES = (torch.float32, torch.bfloat16, torch.int32, torch.bool, torch.float64
 
 
 class _Sharded(NamedTuple):
-    """What shard_by_batch_size gave, and what it was asked for."""
+    """The result of shard_by_batch_size, and its arguments."""
 
     parts: list[Any]
     order: list[int]
@@ -294,21 +296,21 @@ def planned_shards_keep_every_row_and_bound(ctx: Context) -> None:
         found = leaves_alone(data, partial(_sharded, data, seed), "sharding")
         again = _sharded(data, seed)
         what = f"seed {seed}, {'packed' if found.packed else 'dynamic'}"
-        require(_random_states() == before, f"{what}: a global random state was used")
+        same(_random_states(), before, f"{what}: the global random states")
         plans = [plans_in(part) for part in found.parts]
-        require(again.order == found.order, f"{what}: a second call gives another order")
-        require(
-            [plans_in(p) for p in again.parts] == plans, f"{what}: a second call plans otherwise"
-        )
+        same(again.order, found.order, f"{what}: order of a second call")
+        same([plans_in(p) for p in again.parts], plans, f"{what}: plans of a second call")
         below = [row for part in found.parts for row in plain_rows(part)]
         must_equal(below, [rows[i] for i in found.order], f"{what}: order")
-        require(sorted(found.order) == list(range(len(rows))), f"{what}: rows lost or doubled")
+        same(sorted(found.order), list(range(len(rows))), f"{what}: rows of all shards")
         dealt = [_microbatches(part, found.packed) for part in found.parts]
         counts = [len(micros) for micros in dealt]
-        require(len(set(counts)) == 1, f"{what}: microbatches by shard: {counts}")
+        require(
+            len(set(counts)) == 1, f"{what}: microbatches of the shards", "equally many", counts
+        )
         for part, micros in zip(found.parts, dealt, strict=True):
             numbers = [n for micro in micros for n in micro["number"].tolist()]
-            require(numbers == part["number"].tolist(), f"{what}: rows of the microbatches")
+            same(numbers, part["number"].tolist(), f"{what}: rows of the microbatches")
         for together in zip(*dealt, strict=True):
             _within_bounds(together, found, what)
         merged = BatchedDataDict[Any].from_batches(found.parts)
@@ -323,11 +325,11 @@ def _within_bounds(together: Sequence[Any], found: _Sharded, what: str) -> None:
         lengths, width = micro["input_lengths"], micro["input_ids"].shape[1]
         padded = int((-(-lengths // found.multiple) * found.multiple).sum())
         load = padded if found.packed else width * micro.size
-        require(load <= found.bound, f"{what}: a microbatch of {load}, the bound is {found.bound}")
+        require(load <= found.bound, f"{what}: tokens of a microbatch", f"<= {found.bound}", load)
         if not found.packed:
             fits = longest <= width < longest + found.multiple
-            require(fits, f"{what}: a width of {width} for {longest} tokens")
-            require(micro["wide"].shape[1] == width, f"{what}: a column is not narrowed")
+            require(fits, f"{what}: width of a microbatch", f"{longest}, rounded up", width)
+            same(micro["wide"].shape[1], width, f"{what}: width of another column")
 
 
 def _random_states() -> list[Any]:
@@ -360,7 +362,8 @@ def plain_shards_are_dealt_by_global_batch(ctx: Context) -> None:
                 must_equal(plain_rows(part), expected, f"seed {seed}, shard {shard}")
         uneven = data.slice(0, rng.randint(shards, size))
         sizes = [p.size for p in uneven.shard_by_batch_size(shards, allow_uneven_shards=True)]
-        require(sum(sizes) == uneven.size and max(sizes) - min(sizes) <= 1, f"sizes {sizes}")
+        even = sum(sizes) == uneven.size and max(sizes) - min(sizes) <= 1
+        require(even, f"shards of {uneven.size} rows", "sizes that differ by at most 1", sizes)
         joined = [
             row
             for part in uneven.shard_by_batch_size(shards, allow_uneven_shards=True)
@@ -389,12 +392,12 @@ def each_global_batch_has_its_own_plan(ctx: Context) -> None:
                     batch = leaves_alone(part, lambda: part.get_batch(number), "get_batch")  # noqa: B023
                     micros = _microbatches(batch, packed=not seed % 2)
                     found = [n for micro in micros for n in micro["number"].tolist()]
-                    require(found == batch["number"].tolist(), f"seed {seed}: {found}")
+                    same(found, batch["number"].tolist(), f"seed {seed}: rows of the microbatches")
                     inside = all(number * 8 <= n < number * 8 + 8 for n in found)
-                    require(inside, f"seed {seed}: rows {found} in global batch {number}")
+                    require(inside, f"seed {seed}: rows of global batch {number}", "its own", found)
                     seen[number] = found
                 whole = [n for number in range(3) for n in seen[number]]
-                require(whole == part["number"].tolist(), f"seed {seed}: rows were lost")
+                same(whole, part["number"].tolist(), f"seed {seed}: rows of all global batches")
 
 
 @check("B6")
@@ -411,13 +414,13 @@ def unusual_batches_survive_serialization(ctx: Context) -> None:
             twice = pickle.loads(pickle.dumps(pickle.loads(pickle.dumps(batch))))
             for got in (twice, torch.load(file, weights_only=True), copy.deepcopy(batch)):
                 must_equal(plain_rows(got), plain_rows(batch), f"seed {seed}")
-                require(plans_in(got) == plans_in(batch), f"seed {seed}: the plans are lost")
+                same(plans_in(got), plans_in(batch), f"seed {seed}: plans")
                 kinds = [type(v) for v in got.values()]
-                require(kinds == [type(v) for v in batch.values()], f"kinds {kinds}")
-                require(list(got) == list(batch), "the order of the keys is another")
+                same(kinds, [type(v) for v in batch.values()], f"seed {seed}: types of the columns")
+                same(list(got), list(batch), f"seed {seed}: order of the columns")
     large = BatchedDataDict[Any]({"x": torch.zeros(1 << 16, 8)})
     small = len(pickle.dumps(large.slice(5, 6)))
-    require(small < 1 << 14, f"one row of a large batch travels in {small} bytes")
+    require(small < 1 << 14, "pickled bytes of one row of a large batch", "< 16384", small)
 
 
 @check("B7")
@@ -433,10 +436,11 @@ def stray_tokens_are_found_wherever_they_are(ctx: Context) -> None:
         if seed % 2:
             pair = ("output_ids", "unpadded_sequence_lengths")
         data = BatchedDataDict[Any](dict(zip(pair, (ids, lengths), strict=True)))
-        require(verify_right_padding(data, pad) == (True, None), f"seed {seed}: refused")
+        same(verify_right_padding(data, pad), (True, None), f"seed {seed}: verify_right_padding")
         row = rng.randrange(rows)
         place = rng.choice((int(lengths[row]), width - 1))
         ids[row, place] = pad + 1
         ok, message = verify_right_padding(data, pad, raise_error=False)
         named = str(row) in str(message) and str(place) in str(message)
-        require(not ok and named, f"seed {seed}: row {row}, position {place}: {message}")
+        want = f"False, and a message that names row {row} and position {place}"
+        require(not ok and named, f"seed {seed}: verify_right_padding", want, f"{ok}: {message}")

@@ -15,7 +15,7 @@ import torch
 from rl_conformance.batches import generated, generated_mask, random_prompts
 from rl_conformance.continuations import Continuation, find_row, is_text
 from rl_conformance.draws import declared_logprobs, same_draws
-from rl_conformance.expect import NotRun, fail, raises, require, same_tensor
+from rl_conformance.expect import NotRun, fail, raises, require, same, same_tensor, within
 from rl_conformance.losses import FailsInTheStep
 from rl_conformance.models import make_reciting_model, make_tokenizer
 from rl_conformance.refits import run_refit, whole_tensors
@@ -124,18 +124,19 @@ def plain_rows(data: BatchedDataDict[Any]) -> list[Row]:
 
 
 def must_equal(got: Sequence[Row], expected: Sequence[Row], what: str) -> None:
-    require(len(got) == len(expected), f"{what}: {len(got)} rows, expected {len(expected)}")
+    same(len(got), len(expected), f"{what}: number of rows")
     for n, (ours, theirs) in enumerate(zip(got, expected, strict=True)):
-        wrong = [key for key in theirs if ours.get(key) != theirs[key]]
-        require(not wrong and ours.keys() == theirs.keys(), f"{what}: row {n}: {wrong}")
+        same(sorted(ours), sorted(theirs), f"{what}: columns of row {n}")
+        for key, value in theirs.items():
+            same(ours[key], value, f"{what}: {key} of row {n}")
 
 
 def leaves_alone(data: BatchedDataDict[Any], act: Callable[[], Any], what: str) -> Any:
     """What an operation gives that must leave its batch, and the plans in it, alone."""
     before, plans = copy.deepcopy(plain_rows(data)), copy.deepcopy(plans_in(data))
     found = act()
-    must_equal(plain_rows(data), before, f"{what} changed its own batch")
-    require(plans_in(data) == plans, f"{what} changed the plans of the batch that it is a part of")
+    must_equal(plain_rows(data), before, f"the batch itself, after {what}")
+    same(plans_in(data), plans, f"the plans of the batch, after {what}")
     return found
 
 
@@ -163,7 +164,7 @@ _PROMPT, _STEPS = 6, 12
 
 
 class Recital:
-    """An engine whose model says the same tokens in a circle, and where its rows must end.
+    """An engine with a model that repeats a sequence of tokens, and where its rows must end.
 
     Among them are bytes that are no character: one that begins none, and two that begin a
     character which does not go on.
@@ -192,7 +193,7 @@ class Recital:
         )
 
     def check(self, starts: Sequence[int], strings: Sequence[str]) -> None:
-        """Fails unless rows from these places of the circle end where their strings say.
+        """Fails unless rows from these places of the circle end at their stop strings.
 
         Args:
             starts: One for each row; the tokens before it are its prompt.
@@ -207,14 +208,11 @@ class Recital:
         output = self.engine.generate(data, greedy=True)
         got, truncated = generated(data, output), output["truncated"].tolist()
         for row, (place, string) in enumerate(zip(places, strings, strict=True)):
-            said = circle[place : place + _STEPS]
+            circling = circle[place : place + _STEPS]
             counts = range(1, _STEPS + 1)
-            end = next((n for n in counts if string in self._tokenizer.decode(said[:n])), None)
-            require(
-                (got[row], truncated[row]) == (said[:end], end is None),
-                f"row {row}, stop string {string!r}: got {got[row]}, truncated {truncated[row]}; "
-                f"expected {end} tokens of {said}",
-            )
+            end = next((n for n in counts if string in self._tokenizer.decode(circling[:n])), None)
+            what = f"row {row}, with stop string {string!r}: tokens, and truncated"
+            same((got[row], truncated[row]), (circling[:end], end is None), what)
 
 
 def greedy_rows(
@@ -226,7 +224,7 @@ def greedy_rows(
     data = ctx.batch([row.prompt for row in rows], **extra)
     output = ctx.generation(**config).generate(data, greedy=True)
     got, wanted = generated(data, output), [list(tokens) for tokens in expected]
-    require(got == wanted, f"got {got}, expected {wanted}; stop strings {stop_strings}")
+    same(got, wanted, "generated tokens")
     lengths = torch.tensor([len(tokens) for tokens in wanted])
     same_tensor(output["generation_lengths"], lengths, "generation_lengths")
     scored = declared_logprobs(ctx, data, output)
@@ -236,7 +234,7 @@ def greedy_rows(
 
 def is_truncated(output: BatchedDataDict[Any], expected: list[bool]) -> None:
     got = output["truncated"].tolist()
-    require(got == expected, f"truncated is {got}, expected {expected}")
+    same(got, expected, "truncated")
 
 
 def with_limit(ctx: Context) -> tuple[dict[str, Any], int]:
@@ -283,25 +281,28 @@ class Witness:
         got = generated(data, self._generation.generate(data, greedy=True))
         expected = [each.tokens for each in rows]
         expected[3] = row.tokens[:2]
-        require(got == expected, f"after {after}: got {got}, expected {expected}")
+        same(got, expected, f"greedy tokens after {after}")
 
     def _seeded_rows(self, after: str) -> None:
-        del after
-        same_draws(self._ctx, self._draw(), self._drawn)
+        with within(f"seeded rows after {after}"):
+            same_draws(self._ctx, self._draw(), self._drawn)
 
     def _unseeded_rows(self, after: str) -> None:
         data = self._ctx.batch([self._row.prompt] * 4)
         drawn = generated(data, self._generation.generate(data))
         self._unseeded += [tuple(tokens) for tokens in drawn]
         again = len(self._unseeded) - len(set(self._unseeded))  # one may be chance
-        require(again <= 1, f"after {after}: {again} unseeded rows are drawn a second time")
+        what = f"rows without a seed, after {after}"
+        require(again <= 1, what, "no completion comes twice", f"{again} that came before")
 
     def _draw(self) -> list[list[int]]:
         data = self._ctx.prompts(6, 4, 9, 5, seed=3).repeat_interleave(4)
         data["seed"] = torch.arange(16) * 1000
         rows = generated(data, self._generation.generate(data))
         alike = {n for n in range(16) if rows[n] in rows[n - n % 4 : n]}
-        require(not alike, f"seeded rows {alike} draw what another of their prompt drew")
+        require(
+            not alike, "16 rows with different seeds", "different tokens", f"equal rows {alike}"
+        )
         return rows
 
 
@@ -315,14 +316,14 @@ def two_engines(ctx: Context) -> tuple[Callable[..., None], list[GenerationInter
     plans = [(one, [row.prompt], [row.tokens[:2]])]
     plans.append((two, [each.prompt for each in other], [each.tokens for each in other]))
 
-    def ask(when: str, engines: tuple[int, ...] = (0, 1)) -> None:
+    def check_both(when: str, engines: tuple[int, ...] = (0, 1)) -> None:
         for index in engines:
             engine, prompts, expected = plans[index]
             data = ctx.batch(prompts)
             got = generated(data, engine.generate(data, greedy=True))
-            require(got == expected, f"{when}: engine {index} gave {got}, expected {expected}")
+            same(got, expected, f"{when}: greedy tokens of engine {index}")
 
-    return ask, [one, two]
+    return check_both, [one, two]
 
 
 def with_penalty(ctx: Context, **config: Any) -> GenerationInterface:
@@ -423,7 +424,8 @@ def refuses_until_a_load(ctx: Context, policy: Any) -> None:
         policy.prepare_for_training()
         again = float(train()["loss"])
         mean, _ = ctx.tolerance_of("float32")
-        require(abs(again - expected) <= mean, f"the loss after a load is {again}, not {expected}")
+        near = abs(again - expected) <= mean
+        require(near, "loss of the step after a load", f"{expected}, within {mean}", again)
 
 
 def tensor_trainer(ctx: Context, side: str) -> Any:
@@ -478,15 +480,15 @@ def change_nothing(
         except RLError:
             pass
         else:
-            fail(f"{what}: it was not refused")
-        require(engine.weights_version == 1, f"{what}: the version is {engine.weights_version}")
+            fail(what, "an error of rl_core.errors", "no exception")
+        same(engine.weights_version, 1, f"{what}: weights_version")
         same_weights(engine_weights(engine), before, what)
         output = engine.generate(data, greedy=True)
-        require(output["weights_version"].tolist() == [1, 1], f"{what}: rows of another version")
+        same(output["weights_version"].tolist(), [1, 1], f"{what}: weights_version of the rows")
         ctx.measure_error(output["logprobs"], expected["logprobs"])
     report = run_refit(policy, engine, delta=True)
-    require(report.version == 2, f"refused refits were counted: version {report.version}")
-    require(report.tensors == 0, f"{report.tensors} tensors were sent, none had changed")
+    same(report.version, 2, "version of the refit after refused ones")
+    same(report.tensors, 0, "tensors sent by a delta after no change")
     shuffle(policy, 5, ["model.norm.weight", "model.layers.1.mlp.up_proj.weight"])
     run_refit(policy, engine, delta=True)
     exact(ctx, policy, engine, "a delta after refused calls", 3)
@@ -523,17 +525,17 @@ def frames_of(
 
 
 def messages_of(act: Callable[[], object]) -> list[Any]:
-    """What both sides say, as messages."""
-    said: list[Any] = []
+    """The messages that both sides send."""
+    sent: list[Any] = []
     encode = Channel.encode
 
     def keep(channel: Channel, message: object) -> bytes:
-        said.append(message)
+        sent.append(message)
         return encode(channel, message)
 
     with mock.patch.object(Channel, "encode", keep):
         act()
-    return said
+    return sent
 
 
 def needs_adapters(*modules: str) -> None:

@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from rl_conformance.calls import noted
 from rl_conformance.catalogue import LARGEST_CONSTANT, LEAST_RELEASED, LOOSEST
-from rl_conformance.expect import raises, require
+from rl_conformance.expect import raised, raises, require, same
 from rl_conformance.outcome import Status
 from rl_conformance.registry import check, checks_of
 from rl_core.config import config_keys
@@ -23,10 +24,12 @@ from rl_core.plugins.manifest import EngineRequirement, manifest_problems
 from rl_core.plugins.registry import find_provider
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from rl_conformance.context import Context
 
 
-#: Lists the backends where the given modules cannot be imported, and says what was imported.
+#: Lists the backends where the given modules cannot be imported, and prints what was imported.
 _LISTING = """
 import importlib.abc, json, sys
 hidden = set(json.loads(sys.argv[1]))
@@ -64,33 +67,36 @@ def listed_without_its_engine(ctx: Context) -> None:
         text=True,
         timeout=60,
     )
-    require(not listing.returncode, f"the listing failed: {listing.stderr}")
+    require(not listing.returncode, "list_backends()", "no error", listing.stderr)
     answer = json.loads(listing.stdout)
-    require(answer["found"].get(name), f"{name} was not listed whole: {answer['found']}")
-    require(not answer["loaded"], f"the listing imported {answer['loaded']}")
+    whole = answer["found"].get(name)
+    require(whole, "list_backends()", f"{name} with its manifest", answer["found"])
+    same(answer["loaded"], [], "modules that list_backends() imported")
 
 
 @check("D2")
 def the_manifest_is_complete(ctx: Context) -> None:
     """Kinds, factories, configurations, capabilities, engine: nothing is missing."""
     problems = manifest_problems(ctx.manifest, ctx.target.name.rpartition(":")[2])
-    require(not problems, "; ".join(problems))
+    require(not problems, "the manifest", "no problems", "; ".join(problems))
 
 
 @check("D2")
 def tolerances_are_not_declared_away(ctx: Context) -> None:
     """There are some, and none lets more pass than the contract does."""
     manifest = ctx.manifest
-    require(manifest.tolerances, "the manifest declares no tolerances")
+    require(manifest.tolerances, "tolerances of the manifest", "at least one dtype", "none")
     for dtype, declared in manifest.tolerances.items():
         named = str(getattr(torch, dtype, None)) == f"torch.{dtype}"
-        require(named, f"{dtype!r} is not how torch prints a dtype")
+        require(named, "dtypes of the tolerances", "names as torch has them", dtype)
         loosest = LOOSEST.get(dtype, LOOSEST["bfloat16"])
-        within = all(own <= most for own, most in zip(declared, loosest, strict=True))
-        require(within, f"{dtype}: {declared} is above {loosest}")
+        within_bounds = all(own <= most for own, most in zip(declared, loosest, strict=True))
+        require(within_bounds, f"tolerance of {dtype}", f"at most {loosest}", declared)
     constant, fraction = manifest.refit_constant_bytes, manifest.released_fraction
-    require(constant <= LARGEST_CONSTANT, f"refit_constant_bytes is {constant}")
-    require(fraction >= LEAST_RELEASED, f"released_fraction is {fraction}")
+    require(
+        constant <= LARGEST_CONSTANT, "refit_constant_bytes", f"<= {LARGEST_CONSTANT}", constant
+    )
+    require(fraction >= LEAST_RELEASED, "released_fraction", f">= {LEAST_RELEASED}", fraction)
 
 
 @check("D2")
@@ -98,9 +104,14 @@ def factories_and_configurations_load(ctx: Context) -> None:
     """Every factory has from_config, every configuration is a TypedDict with the common keys."""
     for kind, reference in ctx.manifest.factories.items():
         factory = load_object(reference)
-        require(callable(getattr(factory, "from_config", None)), f"{reference} has no from_config")
+        makes = callable(getattr(factory, "from_config", None))
+        require(makes, f"factory {reference} of {kind}", "it has from_config", factory)
         keys = config_keys(load_object(ctx.manifest.configs[kind]))
-        require({"backend", "model_name"} <= keys.keys(), f"{kind}: lacks common keys")
+        same(
+            {"backend", "model_name"} - keys.keys(),
+            set(),
+            f"common keys missing in the {kind} config",
+        )
 
 
 @check("D3", timeout_s=900.0, summary=True)
@@ -117,8 +128,8 @@ def declares_what_it_does(ctx: Context) -> None:
     # The last check of its process: what was left running there has to end within it.
     ctx.workshop.discard()
     declared = {name for found in ctx.manifest.capabilities.values() for name in found}
-    require(declared <= looked_at, f"no check looks at {sorted(declared - looked_at)}")
-    require(not wrong, "; ".join(wrong))
+    same(sorted(declared - looked_at), [], "capabilities without a check")
+    require(not wrong, "checks of the declared capabilities", "all pass", "; ".join(wrong))
 
 
 _KINDS: dict[str, dict[str, Any]] = {
@@ -127,28 +138,33 @@ _KINDS: dict[str, dict[str, Any]] = {
 }
 
 
-def _offered(ctx: Context, kind: str) -> dict[str, Any]:
-    """A configuration that is right but for a model that is not there."""
+def _offered(ctx: Context, kind: str) -> tuple[dict[str, Any], Callable[[Any], Any]]:
+    """A configuration that is right but for a model that is not there, and what takes one."""
     if kind not in ctx.manifest.kinds:
         ctx.not_run(f"the backend offers no {kind}", excused=True)
-    return {"backend": ctx.target.name, "model_name": str(ctx.directory() / "no-such-model")}
+
+    def make(config: dict[str, Any]) -> Any:
+        with noted(None, f"create_{kind}", config):
+            return getattr(ctx.target, f"make_{kind}")(config)
+
+    return {"backend": ctx.target.name, "model_name": str(ctx.directory() / "no-such-model")}, make
 
 
 @check("D4", cases=_KINDS)
 def an_unknown_key_is_named(ctx: Context, kind: str) -> None:
     """ConfigError names the key, the nearest match and the allowed ones, before loading."""
-    config, make = _offered(ctx, kind), getattr(ctx.target, f"make_{kind}")
+    config, make = _offered(ctx, kind)
     with raises(ConfigError, "modelname", "model_name") as caught:
         make({**config, "modelname": "x"})
     listed = [key for key in ctx.target.config_keys[kind] if key in str(caught.error)]
-    require(len(listed) > 3, f"the allowed keys are not listed: {caught.error}")
-    require(caught.error.details["key"] == "modelname", "details do not name the key")
+    require(len(listed) > 3, "the ConfigError", "it lists the allowed keys", caught.error)
+    same(caught.error.details["key"], "modelname", 'details["key"] of the ConfigError')
 
 
 @check("D4", cases=_KINDS)
 def an_ill_typed_value_is_named(ctx: Context, kind: str) -> None:
     """ConfigError names the key and what it should be, before loading."""
-    config, make = _offered(ctx, kind), getattr(ctx.target, f"make_{kind}")
+    config, make = _offered(ctx, kind)
     with raises(ConfigError, "model_name"):
         make({**config, "model_name": 7})
     with raises(ConfigError, "temperature"):
@@ -158,7 +174,7 @@ def an_ill_typed_value_is_named(ctx: Context, kind: str) -> None:
 @check("D4", cases=_KINDS)
 def a_missing_model_is_named(ctx: Context, kind: str) -> None:
     """A path that is not there raises an error naming it."""
-    config, make = _offered(ctx, kind), getattr(ctx.target, f"make_{kind}")
+    config, make = _offered(ctx, kind)
     with raises(ValueError, "no-such-model"):
         make(config)
 
@@ -189,5 +205,6 @@ def a_workers_exception_arrives_with_its_traceback(ctx: Context) -> None:
                 backend.generate(ctx.prompts(4, 4), greedy=True)  # it is still asleep
         finally:
             backend.shutdown()
-    require(isinstance(caught.error, LifecycleError), f"it lost its class: {caught.error!r}")
-    require("Traceback" in caught.error.remote_traceback, "the worker's traceback is missing")
+    raised(caught.error, LifecycleError)
+    traced = caught.error.remote_traceback
+    require("Traceback" in traced, "remote_traceback", "the worker's traceback", traced)

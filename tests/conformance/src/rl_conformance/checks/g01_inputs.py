@@ -10,7 +10,7 @@ import torch
 from rl_conformance.batches import generated, generated_mask, pad_rows
 from rl_conformance.checks.common import OUTPUT_KEYS, Witness
 from rl_conformance.draws import declared_logprobs
-from rl_conformance.expect import raises, require, same_tensor
+from rl_conformance.expect import raises, same, same_tensor
 from rl_conformance.registry import check
 from rl_core.batch import BatchedDataDict
 from rl_core.errors import ConfigError, RLError
@@ -96,7 +96,7 @@ def mask_and_lengths_must_agree(ctx: Context) -> None:
 def one_row(ctx: Context) -> None:
     """A batch of one row."""
     output = ctx.generation().generate(ctx.prompts(5), greedy=True)
-    require(output["output_ids"].shape[0] == 1, "one row did not come back as one")
+    same(output["output_ids"].shape[0], 1, "rows of output_ids")
 
 
 @check("G12")
@@ -110,8 +110,8 @@ def many_rows(ctx: Context) -> None:
     width = data["input_ids"].shape[1]
     real = torch.arange(width) < data["input_lengths"][:, None]
     got = output["output_ids"][:, :width]
-    require(got.shape[0] == data.size, f"{got.shape[0]} rows came back, of {data.size}")
-    require(torch.equal(got[real], data["input_ids"][real]), "rows came back out of order")
+    same(got.shape[0], data.size, "rows of output_ids")
+    same(got[real].tolist(), data["input_ids"][real].tolist(), "the prompts in output_ids")
     expected = declared_logprobs(ctx, data, output)
     ctx.measure_error(output["logprobs"][generated_mask(data, output)], expected, rounding=1.5)
 
@@ -123,7 +123,7 @@ def very_different_lengths(ctx: Context) -> None:
     data = ctx.batch([row.prompt for row in rows])
     got = generated(data, ctx.generation(max_new_tokens=4).generate(data, greedy=True))
     expected = [row.tokens for row in rows]
-    require(got == expected, f"got {got}, expected {expected}")
+    same(got, expected, "greedy tokens")
 
 
 @check("G12")
@@ -133,7 +133,7 @@ def extra_keys_are_carried_through(ctx: Context) -> None:
     data = ctx.prompts(3, 9, 5, score=extra, label=["a", "b", "c"])
     output = ctx.generation().generate(data, greedy=True)
     same_tensor(output["score"], extra, "the extra tensor")
-    require(output["label"] == ["a", "b", "c"], f"the extra list became {output['label']}")
+    same(output["label"], ["a", "b", "c"], "column label of the output")
 
 
 @check("G12")
@@ -150,9 +150,9 @@ def input_is_not_modified(ctx: Context) -> None:
 def empty_batch(ctx: Context) -> None:
     """No rows in, no rows out, with every key."""
     output = ctx.generation().generate(pad_rows([]), greedy=True)
-    require(set(output) >= OUTPUT_KEYS, f"missing keys: {OUTPUT_KEYS - set(output)}")
+    same(sorted(OUTPUT_KEYS - set(output)), [], "keys missing in the output")
     sizes = {key: len(output[key]) for key in OUTPUT_KEYS}
-    require(not any(sizes.values()), f"an empty batch came back with rows: {sizes}")
+    same(sizes, dict.fromkeys(sizes, 0), "rows of each key, for an empty batch")
 
 
 @check(
@@ -224,12 +224,12 @@ def no_input_column_is_modified(ctx: Context) -> None:
         output = generation.generate(data, greedy=greedy)
         for key in ("output_ids", "logprobs", "generation_lengths", "unpadded_sequence_lengths"):
             output[key].fill_(3)
-        require(set(data) == set(before), f"the columns are {sorted(data)} now")
+        same(sorted(data), sorted(before), "columns of the input after the call")
         for key, value in before.items():
             if isinstance(value, torch.Tensor):
                 same_tensor(data[key], value, key)
             else:
-                require(data[key] == value, f"{key} became {data[key]}")
+                same(data[key], value, f"column {key} of the input after the call")
 
 
 @check("G12")
@@ -253,8 +253,8 @@ def an_output_can_be_the_next_prompts(ctx: Context) -> None:
     first = generation.generate(ctx.batch([row.prompt[:3]] * 2), greedy=True)
     again = BatchedDataDict[Any]({**first, **ctx.batch([row.prompt] * 2)})
     output = generation.generate(again, greedy=True)
-    require(generated(again, output) == [row.tokens] * 2, f"got {generated(again, output)}")
+    same(generated(again, output), [row.tokens] * 2, "greedy tokens")
     alone = generation.generate(ctx.batch([row.prompt] * 2), greedy=True)
     for key in ("logprobs", "truncated", "generation_lengths", "weights_version", "weights_origin"):
-        require(output[key].shape == alone[key].shape, f"{key} is that of the turn before")
+        same(output[key].shape, alone[key].shape, f"shape of {key}, without the earlier turn's")
     ctx.measure_error(output["logprobs"], alone["logprobs"])

@@ -16,7 +16,7 @@ from rl_conformance.checks.common import (
 )
 from rl_conformance.continuations import find_row, find_stop, is_text
 from rl_conformance.draws import declared_logprobs
-from rl_conformance.expect import raises, require, same_tensor
+from rl_conformance.expect import raises, require, same, same_tensor
 from rl_conformance.registry import check
 
 if TYPE_CHECKING:
@@ -32,7 +32,10 @@ def output_is_prompt_then_tokens_then_padding(ctx: Context) -> None:
     for row, length in enumerate(data["input_lengths"].tolist()):
         end = int(output["unpadded_sequence_lengths"][row])
         same_tensor(ids[row, :length], data["input_ids"][row, :length], f"prompt of row {row}")
-        require((ids[row, end:] == pad).all(), f"row {row} is not padded with {pad} after {end}")
+        padded = (ids[row, end:] == pad).all()
+        require(
+            padded, f"output_ids of row {row} from position {end} on", f"only {pad}", ids[row, end:]
+        )
 
 
 @check("G2")
@@ -42,15 +45,16 @@ def lengths_add_up(ctx: Context) -> None:
     output = ctx.generation().generate(data, greedy=True)
     ends = data["input_lengths"] + output["generation_lengths"]
     same_tensor(output["unpadded_sequence_lengths"], ends, "unpadded_sequence_lengths")
-    require(output["output_ids"].shape == (3, int(ends.max())), "the width is not the longest row")
-    require((output["generation_lengths"] > 0).all(), "a row with room generated nothing")
+    same(output["output_ids"].shape, (3, int(ends.max())), "shape of output_ids")
+    made = output["generation_lengths"]
+    require((made > 0).all(), "generation_lengths of rows with room", "all above 0", made)
 
 
 @check("G2")
 def output_has_the_declared_types(ctx: Context) -> None:
     """Every key is there, on the CPU, of its dtype."""
     output = ctx.generation().generate(ctx.prompts(3, 5), greedy=True)
-    require(set(output) >= OUTPUT_KEYS, f"missing keys: {OUTPUT_KEYS - set(output)}")
+    same(sorted(OUTPUT_KEYS - set(output)), [], "keys missing in the output")
     integer = OUTPUT_KEYS - {"logprobs", "truncated"}
     types = {
         "logprobs": torch.float32,
@@ -58,8 +62,8 @@ def output_has_the_declared_types(ctx: Context) -> None:
         **dict.fromkeys(integer, torch.int64),
     }
     for key, dtype in types.items():
-        require(output[key].dtype == dtype, f"{key} is {output[key].dtype}, not {dtype}")
-        require(output[key].device.type == "cpu", f"{key} is on {output[key].device}")
+        same(output[key].dtype, dtype, f"dtype of {key}")
+        same(output[key].device.type, "cpu", f"device of {key}")
 
 
 @check("G3", cases={"greedy": {"greedy": True}, "sampled": {"greedy": False}})
@@ -68,11 +72,12 @@ def logprobs_are_zero_outside_and_negative_inside(ctx: Context, greedy: bool) ->
     data = ctx.prompts(3, 9, 5)
     output = ctx.generation(seed=3).generate(data, greedy=greedy)
     inside, logprobs = generated_mask(data, output), output["logprobs"]
-    require(logprobs.shape == output["output_ids"].shape, "logprobs and output_ids differ in shape")
-    require((logprobs[~inside] == 0).all(), "a prompt or padding position is not 0")
-    require(logprobs[inside].isfinite().all(), "a generated token's log-prob is not finite")
-    require((logprobs[inside] <= 0).all(), "a generated token's log-prob is above 0")
-    require((logprobs[inside] < 0).any(), "every log-prob is 0")
+    same(logprobs.shape, output["output_ids"].shape, "shape of logprobs, as of output_ids")
+    outside, own = logprobs[~inside], logprobs[inside]
+    require((outside == 0).all(), "logprobs of prompts and padding", "all 0", outside)
+    require(own.isfinite().all(), "logprobs of generated tokens", "all finite", own)
+    require((own <= 0).all(), "logprobs of generated tokens", "none above 0", own)
+    require((own < 0).any(), "logprobs of generated tokens", "some below 0", own)
 
 
 @check("G5")
@@ -82,14 +87,15 @@ def truncated_tells_length_from_stop(ctx: Context) -> None:
     data = ctx.batch([stop.prompt, stop.other_prompt])
     generation = ctx.generation(stop_token_ids=[stop.token], max_new_tokens=4)
     output = generation.generate(data, greedy=True)
-    require(output["truncated"].tolist() == [False, True], f"truncated is {output['truncated']}")
+    is_truncated(output, [False, True])
 
 
 @check("G6")
 def max_new_tokens_is_kept(ctx: Context) -> None:
     """No row generates more than max_new_tokens."""
     output = ctx.generation(max_new_tokens=3).generate(ctx.prompts(2, 9, 5, 7), greedy=True)
-    require((output["generation_lengths"] <= 3).all(), "a row is longer than max_new_tokens")
+    made = output["generation_lengths"]
+    require((made <= 3).all(), "generation_lengths with max_new_tokens=3", "at most 3", made)
 
 
 @check("G6")
@@ -98,10 +104,12 @@ def context_is_kept(ctx: Context) -> None:
     generation = ctx.generation(max_model_len=16)
     output = generation.generate(ctx.prompts(13, 15, 16), greedy=True)
     lengths = output["generation_lengths"].tolist()
-    require(lengths[2] == 0, f"a full prompt generated {lengths[2]} tokens")
-    require(lengths[0] <= 3 and lengths[1] <= 1, f"the context of 16 is exceeded: {lengths}")
-    require(bool(output["truncated"][2]), "a row without room is not truncated")
-    require((output["unpadded_sequence_lengths"] <= 16).all(), "a row is longer than the context")
+    same(lengths[2], 0, "generated tokens of a prompt that fills the context of 16")
+    fits = lengths[0] <= 3 and lengths[1] <= 1
+    require(fits, "generated tokens of prompts of 13 and 15", "at most 3 and 1", lengths[:2])
+    same(bool(output["truncated"][2]), True, "truncated of a row without room")
+    ends = output["unpadded_sequence_lengths"]
+    require((ends <= 16).all(), "unpadded_sequence_lengths", "at most the context, 16", ends)
 
 
 @check("G6")
@@ -111,7 +119,7 @@ def overlong_prompt_is_refused(ctx: Context) -> None:
         ctx.generation(max_model_len=16).generate(ctx.prompts(5, 17), greedy=True)
 
 
-#: Steps of the rows whose text is looked at, which is all that their engine may generate.
+#: Tokens that engines generate where a check looks at the text.
 _STEPS = 4
 
 
@@ -156,9 +164,10 @@ def the_configured_padding_is_used(ctx: Context) -> None:
     output = ctx.generation(**config).generate(data, greedy=True)
     got = generated(data, output)
     expected = [short.tokens[: first + 1], long.tokens, padded.tokens]
-    require(got == expected, f"got {got}, expected {expected}; the pad token is {pad}")
+    same(got, expected, f"greedy tokens, with {pad} as padding and as stop token")
     outside = torch.arange(13) >= output["unpadded_sequence_lengths"][:, None]
-    require((output["output_ids"][outside] == pad).all(), f"rows are not padded with {pad}")
+    filled = output["output_ids"][outside]
+    require((filled == pad).all(), "output_ids after the rows' ends", f"only {pad}", filled)
 
 
 @check("G5")
@@ -179,16 +188,16 @@ def a_stop_on_the_last_token_is_a_stop(ctx: Context) -> None:
     output = greedy_rows(ctx, rows, expected, row_stops=stops, max_new_tokens=_STEPS)
     is_truncated(output, [True, False, True, True])
     # The same with a stop token, once at the limit of tokens and once at that of the context.
-    unmet = next(t for t in range(3, 250) if not any(t in row.tokens for row in rows))
-    ids = [unmet, stopped.tokens[-1]]
+    unused = next(t for t in range(3, 250) if not any(t in row.tokens for row in rows))
+    ids = [unused, stopped.tokens[-1]]
     cut = [tokens[: (*tokens, ids[1]).index(ids[1]) + 1] for tokens in expected]
-    met = [ids[1] in tokens for tokens in expected]
+    stops_at = [ids[1] in tokens for tokens in expected]
     output = greedy_rows(ctx, rows, cut, max_new_tokens=_STEPS, stop_token_ids=ids)
-    is_truncated(output, [not one for one in met])
+    is_truncated(output, [not one for one in stops_at])
     data = ctx.batch([stopped.prompt])
     at_context = ctx.generation(max_model_len=5 + _STEPS, stop_token_ids=ids)
     output = at_context.generate(data, greedy=True)
-    require(generated(data, output) == [stopped.tokens], f"got {generated(data, output)}")
+    same(generated(data, output), [stopped.tokens], "greedy tokens, up to the context")
     is_truncated(output, [False])
 
 
@@ -204,7 +213,7 @@ def rows_use_all_of_max_new_tokens(ctx: Context) -> None:
     output = generation.generate(data, greedy=True)
     own = [row.tokens for row in rows[1:]]
     expected = [[], rows[0].tokens[:1], *own, stopped.tokens, stopped.tokens[:2], []]
-    require(generated(data, output) == expected, f"got {generated(data, output)}, not {expected}")
+    same(generated(data, output), expected, "greedy tokens")
     is_truncated(output, [True] * 6 + [False, True])
     alone = ctx.batch([full])
     output = generation.generate(alone, greedy=True)
@@ -220,7 +229,7 @@ def max_new_tokens_may_be_1(ctx: Context) -> None:
     ids = [[row.tokens[0]] for row in rows]
     output = greedy_rows(ctx, rows, ids, max_new_tokens=1, stop_token_ids=[stop])
     is_truncated(output, [row.tokens[0] != stop for row in rows])
-    require(output["output_ids"].shape == (3, 10), f"it has shape {output['output_ids'].shape}")
+    same(output["output_ids"].shape, (3, 10), "shape of output_ids")
 
 
 @check("G6")
@@ -235,8 +244,8 @@ def prompts_up_to_the_context_are_accepted(ctx: Context) -> None:
     eos = ctx.oracle().eos_token_ids
     for row, (tokens, count) in enumerate(zip(generated(data, output), most, strict=True)):
         ended = bool(tokens) and tokens[-1] in eos
-        require(ended or len(tokens) == count, f"row {row} has {len(tokens)} tokens, not {count}")
-        require(bool(output["truncated"][row]) != ended, f"row {row} is wrongly truncated")
+        require(ended or len(tokens) == count, f"generated tokens of row {row}", count, len(tokens))
+        same(bool(output["truncated"][row]), not ended, f"truncated of row {row}")
     scored = declared_logprobs(ctx, data, output)
     ctx.measure_error(output["logprobs"][generated_mask(data, output)], scored, rounding=3)
     with raises(ValueError, "row 1"):

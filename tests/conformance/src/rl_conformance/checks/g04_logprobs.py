@@ -9,7 +9,7 @@ import torch
 from rl_conformance.batches import generated, generated_mask
 from rl_conformance.checks.common import with_limit, with_penalty
 from rl_conformance.draws import declared_logprobs
-from rl_conformance.expect import NotRun, require, same_tensor
+from rl_conformance.expect import NotRun, require, same, same_tensor
 from rl_conformance.registry import check
 from rl_core.errors import ConfigError
 
@@ -57,12 +57,13 @@ def very_unlikely_tokens_keep_their_logprob(ctx: Context) -> None:
     output = generation.generate(data)
     inside = generated_mask(data, output)
     expected = declared_logprobs(ctx, data, output, path=path)
-    require((expected < least).sum() >= 3, "no token is unlikely enough; the tokens are not drawn")
+    unlikely = int((expected < least).sum())
+    require(unlikely >= 3, f"drawn tokens with a log-prob below {least:g}", "at least 3", unlikely)
     ctx.measure_error(output["logprobs"][inside], expected, scale=scale, rounding=5)
 
 
 def _hot(ctx: Context, temperature: float, scale: float) -> tuple[Path, GenerationInterface]:
-    """A model whose logits are far apart, and an engine that draws from all of them."""
+    """A model with logits that are far apart, and an engine that draws from all of them."""
     path = ctx.model("qwen2", weight_scale=scale * 7.0)
     config: dict[str, Any] = {"model_name": str(path), "max_new_tokens": 4}
     return path, ctx.generation(temperature=temperature, logprobs_mode="raw", **config)
@@ -85,7 +86,7 @@ def processed_logprobs_are_of_the_sampled_distribution(ctx: Context, how: dict[s
     data = ctx.prompts(5, 5, 5, 5)
     try:
         generation = ctx.generation(seed=1, **how)
-    except ConfigError as error:  # an engine that would not do it may say so
+    except ConfigError as error:  # an engine may refuse it
         if how["temperature"] <= 2 or "temperature" not in str(error):
             raise
         raise NotRun(str(error), excused=True) from error
@@ -113,7 +114,7 @@ def greedy_ignores_temperature_and_truncation(ctx: Context) -> None:
     generation = ctx.generation(temperature=1.4, top_k=20, top_p=0.9, seed=1, max_new_tokens=4)
     output = generation.generate(data, greedy=True)
     expected = [row.tokens for row in rows]
-    require(generated(data, output) == expected, "the tokens are not the argmax")
+    same(generated(data, output), expected, "greedy tokens")
     got = output["logprobs"][generated_mask(data, output)]
     ctx.measure_error(got, declared_logprobs(ctx, data, output))
 
@@ -140,7 +141,8 @@ def greedy_agrees_with_the_reference(ctx: Context, family: str) -> None:
         ids, start = output["output_ids"][row, :end], int(data["input_lengths"][row])
         scores = oracle.logits(ids.tolist()).log_softmax(-1)[start - 1 : end - 1]
         gaps.append(scores.amax(-1) - scores.gather(1, ids[start:, None])[:, 0])
-    ctx.measure("gap_to_argmax", float(torch.cat(gaps).max()), 2 * ctx.tolerance[1])
+    gap, below = float(torch.cat(gaps).max()), "a greedy token's log-prob below the largest"
+    ctx.measure("gap_to_argmax", gap, 2 * ctx.tolerance[1], detail=below)
 
 
 @check("G4", cases={"top_k": {"top_p": 1.0}, "top_k_and_top_p": {"top_p": 0.9}})

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from rl_conformance.batches import generated
 from rl_conformance.checks.common import Recital, greedy_rows, is_truncated, text_row
 from rl_conformance.continuations import find_row, find_stop, find_stop_string, is_text
-from rl_conformance.expect import NotRun, require
+from rl_conformance.expect import NotRun, require, same
 from rl_conformance.registry import check
 
 if TYPE_CHECKING:
@@ -23,7 +23,7 @@ def stop_token_ends_the_row_and_is_kept(ctx: Context) -> None:
     data = ctx.batch([stop.prompt, stop.other_prompt])
     generation = ctx.generation(stop_token_ids=[stop.token], max_new_tokens=4)
     rows = generated(data, generation.generate(data, greedy=True))
-    require(rows == [stop.tokens, stop.other_tokens], f"got {rows}, the stop is {stop.token}")
+    same(rows, [stop.tokens, stop.other_tokens], f"generated tokens, with stop token {stop.token}")
 
 
 @check("G7")
@@ -34,8 +34,8 @@ def configured_stop_string_ends_the_row(ctx: Context) -> None:
     generation = ctx.generation(stop_strings=[stop.text])
     output = generation.generate(data, greedy=True)
     rows = generated(data, output)
-    require(rows == [stop.tokens], f"got {rows}, expected {stop.tokens} for {stop.text!r}")
-    require(not output["truncated"][0], "a row ended by a stop string is called truncated")
+    same(rows, [stop.tokens], f"generated tokens, with stop string {stop.text!r}")
+    is_truncated(output, [False])
 
 
 @check("G7")
@@ -44,8 +44,9 @@ def row_stop_strings_stay_in_their_row(ctx: Context) -> None:
     stop = find_stop_string(ctx.oracle(), 8, ctx.lead)
     data = ctx.batch([stop.prompt, stop.prompt], stop_strings=[None, [stop.text]])
     first, second = generated(data, ctx.generation().generate(data, greedy=True))
-    require(second == stop.tokens, f"its own row got {second}, expected {stop.tokens}")
-    require(len(first) > len(second), "a row without stop strings was ended by its neighbour's")
+    same(second, stop.tokens, f"tokens of row 1, with stop string {stop.text!r}")
+    goes_on = len(first) > len(second)
+    require(goes_on, "tokens of row 0, without stop strings", f"more than {len(second)}", first)
 
 
 @check("G7")
@@ -55,7 +56,7 @@ def configured_and_row_stop_strings_are_merged(ctx: Context) -> None:
     generation = ctx.generation(stop_strings=[stop.text])
     data = ctx.batch([stop.prompt], stop_strings=[["no text has this in it"]])
     rows = generated(data, generation.generate(data, greedy=True))
-    require(rows == [stop.tokens], f"got {rows}, expected {stop.tokens}")
+    same(rows, [stop.tokens], f"generated tokens, with configured stop string {stop.text!r}")
 
 
 #: Characters of two, three and four bytes, each byte a token.
@@ -86,7 +87,7 @@ def stop_strings_are_of_the_generated_text(ctx: Context, strings: Sequence[str])
         recital.check(starts, [string] * len(starts))
 
 
-#: Steps of the rows whose text is looked at, which is all that their engine may generate.
+#: Tokens that engines generate where a check looks at the text.
 _OTHER_STEPS = 4
 
 
@@ -243,9 +244,9 @@ def row_stop_strings_do_not_change_the_configuration(ctx: Context) -> None:
     for stops, length in (([word], 2), (None, 4), ([], 4), ([word], 2), (None, 4)):
         data = ctx.batch([row.prompt], stop_strings=[stops])
         got = generated(data, generation.generate(data, greedy=True))[0]
-        require(got == row.tokens[:length], f"with {stops}: got {got}, expected {length} tokens")
-    same = strings == ["no text has this in it"] and ids == [ctx.oracle().eos_token_id]
-    require(same, f"the configuration's lists are now {strings} and {ids}")
+        same(got, row.tokens[:length], f"generated tokens, with stop strings {stops}")
+    same(strings, ["no text has this in it"], "the configuration's stop_strings after the calls")
+    same(ids, [ctx.oracle().eos_token_id], "the configuration's stop_token_ids after the calls")
 
 
 @check("G7")
@@ -257,12 +258,14 @@ def end_of_sequence_can_be_switched_off(ctx: Context) -> None:
     data = ctx.batch([row.prompt for row in rows])
     path = ctx.model("qwen2", eos_token_id=rows[1].tokens[1])
     ways: tuple[tuple[list[int] | None, bool], ...] = (([], False), (None, True))
-    for eos, met in ways:
+    for eos, stops in ways:
         generation = ctx.generation(model_name=str(path), eos_token_id=eos, max_new_tokens=4)
         output = generation.generate(data, greedy=True)
         expected = rows[1].tokens
-        if met:
+        if stops:
             expected = expected[: expected.index(rows[1].tokens[1]) + 1]
         got = generated(data, output)[1]
-        require(got == expected, f"with eos_token_id={eos}: got {got}, expected {expected}")
-        require(bool(output["truncated"][1]) != met, "truncated does not tell length from stop")
+        same(got, expected, f"tokens of row 1, with eos_token_id={eos}")
+        same(
+            bool(output["truncated"][1]), not stops, f"truncated of row 1, with eos_token_id={eos}"
+        )

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from rl_conformance.batches import generated, generated_mask, random_rows
 from rl_conformance.checks.common import two_engines
 from rl_conformance.draws import declared_logprobs
-from rl_conformance.expect import require, same_tensor
+from rl_conformance.expect import same, same_tensor
 from rl_conformance.registry import check
 from rl_conformance.served import greedy, same_output
 
@@ -48,11 +48,11 @@ def similar_prompts_are_not_confused(ctx: Context, length: int) -> None:
 @check("G8")
 def two_engines_are_independent(ctx: Context) -> None:
     """Engines with other models, limits and stop strings keep to their own, call by call."""
-    ask, engines = two_engines(ctx)
+    check_both, engines = two_engines(ctx)
     for engine in engines:
         engine.prepare_for_generation()
     for when in ("at first", "then", "again"):
-        ask(when)
+        check_both(when)
 
 
 @check("G8")
@@ -86,7 +86,7 @@ def greedy_ignores_its_neighbours(ctx: Context) -> None:
         alone_data = ctx.batch([row])
         alone = generation.generate(alone_data, greedy=True)
         got, expected = generated(together, output)[index], generated(alone_data, alone)[0]
-        require(got == expected, f"row {index} gives {got} among others, {expected} alone")
+        same(got, expected, f"tokens of row {index} among others, as alone")
         ctx.measure_error(
             output["logprobs"][index][mask[index]],
             alone["logprobs"][0][generated_mask(alone_data, alone)[0]],
@@ -102,6 +102,6 @@ def without_do_sample_every_call_is_greedy(ctx: Context) -> None:
     for argmax in (False, True):
         output = generation.generate(data, greedy=argmax)
         got = generated(data, output)
-        require(got == [row.tokens for row in rows], f"got {got}, which is not the argmax")
+        same(got, [row.tokens for row in rows], "greedy tokens")
         logprobs = output["logprobs"][generated_mask(data, output)]
         ctx.measure_error(logprobs, declared_logprobs(ctx, data, output))

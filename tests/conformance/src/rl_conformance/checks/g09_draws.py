@@ -12,7 +12,7 @@ import torch
 from rl_conformance.batches import generated, generated_mask, random_rows
 from rl_conformance.checks.common import read_stream, text_row, with_penalty
 from rl_conformance.draws import declared_logprobs, quantiles, same_draws
-from rl_conformance.expect import raises, require, same_tensor
+from rl_conformance.expect import raises, require, same, same_tensor
 from rl_conformance.oracle import penalised
 from rl_conformance.refits import run_refit
 from rl_conformance.registry import check, refusal
@@ -83,7 +83,7 @@ def a_seeded_engine_draws_new_samples_in_each_call(ctx: Context) -> None:
     """One prompt, call after call: a seed makes a run reproducible, not its samples equal."""
     data, generation = ctx.prompts(5), ctx.generation(seed=7, temperature=1.5)
     rows = {tuple(generated(data, generation.generate(data))[0]) for _ in range(8)}
-    require(len(rows) > 1, "eight calls of a seeded engine draw the same tokens")
+    require(len(rows) > 1, "one prompt in eight calls", "different completions", rows)
 
 
 @check("G9")
@@ -107,8 +107,8 @@ def without_a_seed_calls_differ(ctx: Context) -> None:
 
 def _all_differ(first: list[list[int]], second: list[list[int]], who: str) -> None:
     """Fails if a row is drawn twice; at this temperature that does not happen by chance."""
-    same = [row for row, (a, b) in enumerate(zip(first, second, strict=True)) if a == b]
-    require(not same, f"{who} draw the same tokens in rows {same}")
+    alike = [row for row, (a, b) in enumerate(zip(first, second, strict=True)) if a == b]
+    same(alike, [], f"rows in which {who} draw the same tokens")
 
 
 @check("G9")
@@ -117,7 +117,8 @@ def rows_of_a_seeded_batch_differ(ctx: Context) -> None:
     prompt = random_rows([5])[0]
     data = ctx.batch([prompt] * 16)
     rows = generated(data, ctx.generation(seed=7, **_HOT).generate(data))
-    require(len({tuple(row) for row in rows}) == 16, "equal prompts draw the same tokens")
+    distinct = len({tuple(row) for row in rows})
+    same(distinct, 16, "different completions of 16 rows with one prompt")
 
 
 _COMBINATIONS: dict[str, dict[str, Any]] = {
@@ -144,14 +145,18 @@ def first_tokens_follow_the_declared_distribution(ctx: Context, how: dict[str, A
     declared = {key: value for key, value in how.items() if key != "top_k" or (value or 0) > 0}
     of = ctx.oracle().truncated(prompt, slack=ctx.tolerance, **declared)
     counts = drawn.bincount(minlength=len(of.probabilities))
-    require(counts[~of.possible].sum() == 0, "a token outside the truncated set was drawn")
+    outside = counts[~of.possible].nonzero().flatten()
+    same(outside.tolist(), [], "drawn tokens that top_k and top_p exclude")
     # Which tokens stand at the edge is a matter of rounding, how many of them come is not.
     observed, expected = (
         torch.cat([cells[~of.edge], cells[of.edge].sum()[None]])
         for cells in (counts, of.probabilities)
     )
     p_value = chi_square_p_value(observed, expected)
-    ctx.measure("1 - p_value", 1 - p_value, 1 - _ERROR_RATE)
+    wanted = expected * _DRAWS
+    at = int((observed - wanted).abs().argmax())
+    detail = f"one token of {_DRAWS} came {int(observed[at])} times, not about {wanted[at]:.0f}"
+    ctx.measure("1 - p_value", 1 - p_value, 1 - _ERROR_RATE, detail=detail)
 
 
 @check("G17")
@@ -162,7 +167,7 @@ def samples_are_laid_out_as_repeat_interleave(ctx: Context) -> None:
     several = ctx.generation(num_generations=3, max_new_tokens=4).generate(data, greedy=True)
     single = ctx.generation(max_new_tokens=4).generate(data.repeat_interleave(3), greedy=True)
     same_tensor(several["output_ids"], single["output_ids"], "output_ids")
-    require(several["label"] == single["label"], "the carried keys are not repeated alike")
+    same(several["label"], single["label"], "column label, repeated")
 
 
 @check("G17")
@@ -176,7 +181,7 @@ def samples_of_a_prompt_are_independent(ctx: Context) -> None:
     single = ctx.generation(seed=7, **_HOT).generate(repeated)
     rows = generated(repeated, several)
     same_draws(ctx, rows, generated(repeated, single), repeated["seed"])
-    require(len({tuple(row) for row in rows[:8]}) == 8, "samples of a prompt are the same")
+    same(len({tuple(row) for row in rows[:8]}), 8, "different completions of 8 samples of row 0")
 
 
 @refusal("generation", "multi_sample")
@@ -203,9 +208,9 @@ def the_only_candidate_is_taken(ctx: Context, how: dict[str, Any]) -> None:
     data = ctx.batch([row.prompt for row in rows])
     output = ctx.generation(max_new_tokens=4, **how).generate(data)
     expected = [row.tokens for row in rows]
-    require(generated(data, output) == expected, f"got {generated(data, output)}, not {expected}")
+    same(generated(data, output), expected, "tokens, where one candidate is left")
     logprobs = output["logprobs"][generated_mask(data, output)]
-    require((logprobs > -1e-4).all(), f"the only candidate has log-prob {logprobs.min():.4g}")
+    require((logprobs > -1e-4).all(), "log-probs of the only candidates", "0", logprobs)
 
 
 @check("G10")
@@ -221,7 +226,7 @@ def a_tiny_temperature_is_greedy(ctx: Context) -> None:
     }
     output = ctx.generation(**config).generate(data)
     expected = [row.tokens for row in rows]
-    require(generated(data, output) == expected, f"got {generated(data, output)}, not {expected}")
+    same(generated(data, output), expected, "tokens at temperature 0.01")
     got = output["logprobs"][generated_mask(data, output)]
     ctx.measure_error(got, declared_logprobs(ctx, data, output))
 
@@ -243,8 +248,9 @@ def a_repetition_penalty_moves_the_argmax(ctx: Context) -> None:
             scores = penalised(logits, ids[:end], _PENALTY)
             moved += logits.argmax().item() != scores.argmax().item()
             gaps.append(float(scores.max() - scores[ids[end]]))
-    require(moved, "the penalty moves no argmax of these rows; take others")
-    ctx.measure("gap_to_argmax", max(gaps), 2 * _PENALTY * ctx.tolerance[1])
+    require(moved, "the suite's own prompts", "the penalty moves an argmax", "it moves none")
+    below = "a greedy token's penalised logit below the largest"
+    ctx.measure("gap_to_argmax", max(gaps), 2 * _PENALTY * ctx.tolerance[1], detail=below)
 
 
 _SEEDS = [0, 1, 5, 2**31 - 1, 2**31, 2**32 + 5, 2**40 + 3, 2**62 + 9]
@@ -286,7 +292,8 @@ def rows_agree_if_and_only_if_their_seeds_do(ctx: Context) -> None:
     # Generators of 32 bits take 5 and 2**32 + 5 for one.
     others = [row for row, seed in zip(rows, seeds, strict=True) if seed != 2**32 + 5]
     distinct = {tuple(row) for row in others}
-    require(len(distinct) >= count + 2, f"{count + 2} seeds draw {len(distinct)} different rows")
+    enough = len(distinct) >= count + 2
+    require(enough, f"completions of {count + 2} seeds", "all different", sorted(others))
 
 
 @check("G9", cases={"zero": {"seed": 0}, "large": {"seed": 2**31 + 11}})
@@ -301,8 +308,8 @@ def a_configured_seed_may_have_any_size(ctx: Context, seed: int) -> None:
     for first, second in zip(*calls[:2], strict=True):
         same_draws(ctx, second, first)
     pairs = zip(calls[0][0], calls[2][0], strict=True)
-    same = [row for row, (one, other) in enumerate(pairs) if one == other]
-    require(not same, f"engines with different seeds draw the same tokens in rows {same}")
+    alike = [row for row, (one, other) in enumerate(pairs) if one == other]
+    same(alike, [], f"rows in which seeds {seed} and 12345 draw the same tokens")
 
 
 @check("G9")
@@ -330,7 +337,7 @@ def the_ith_row_draws_from_the_ith_stream(ctx: Context) -> None:
     refused["input_lengths"] = torch.tensor([0, 3])
     with raises(DataError):
         parts.generate(refused)
-    drawn.extend(expected[6:8])  # these rows were asked for
+    drawn.extend(expected[6:8])  # the refused rows count
     draw(8, 12)
     same_draws(ctx, drawn, expected)
 
@@ -373,7 +380,7 @@ def streamed_rows_draw_in_the_order_of_calls(ctx: Context) -> None:
 
     del streams[2]  # nobody reads it
     same_draws(ctx, asyncio.run(everything()), expected[:2] + expected[3:])
-    require(len({tuple(row) for row in expected}) == 6, "rows of one prompt draw the same tokens")
+    same(len({tuple(row) for row in expected}), 6, "different completions of 6 rows of one prompt")
 
 
 @check("G9")
@@ -386,7 +393,7 @@ def engines_without_a_seed_differ(ctx: Context) -> None:
         generation.prepare_for_generation()
         drawn += [row for _ in range(2) for row in generated(data, generation.generate(data))]
     distinct = len({tuple(row) for row in drawn})
-    require(distinct == len(drawn), f"of {len(drawn)} unseeded rows {distinct} are different")
+    same(distinct, len(drawn), "different completions of rows without a seed")
 
 
 @check("G9")
@@ -409,7 +416,10 @@ def the_global_random_state_is_not_reset(ctx: Context) -> None:
             generation.generate(batch, greedy=argmax)
             numbers.append((float(torch.rand(())), random.random(), float(np.random.random())))
         for library, one, two in zip(("torch", "random", "numpy"), *numbers, strict=True):
-            require(one != two, f"a {what} call resets the random state of {library}")
+            want = "it goes on from the program's own seed"
+            require(
+                one != two, f"{library}'s random state after a {what} call", want, "it was reset"
+            )
 
 
 _ROWS, _STEPS, _BINS = 512, 5, 32
@@ -479,7 +489,7 @@ def sample_k_draws_from_seed_plus_k(ctx: Context) -> None:
     drawn = generated(rows, several)
     for row in range(4):
         distinct = len({tuple(one) for one in drawn[row * count : (row + 1) * count]})
-        require(distinct == count, f"{count} samples of row {row} are {distinct} different ones")
+        same(distinct, count, f"different completions of {count} samples of row {row}")
 
 
 @check("G17")
@@ -507,14 +517,14 @@ def every_column_is_repeated(ctx: Context) -> None:
     data["score"], data["label"] = torch.arange(6.0).view(3, 2), [["a"], ["b", "c"], []]
     several = ctx.generation(num_generations=4, max_new_tokens=4).generate(data, greedy=True)
     single = ctx.generation(max_new_tokens=4).generate(data, greedy=True).repeat_interleave(4)
-    require(set(several) == set(single), f"columns {sorted(several)}, not {sorted(single)}")
+    same(sorted(several), sorted(single), "columns of the output")
     for key, value in single.items():
         if key == "logprobs":
             ctx.measure_error(several[key], value)
         elif isinstance(value, torch.Tensor):
-            require(torch.equal(several[key], value), f"{key} of the samples is not the row's")
+            same(several[key].tolist(), value.tolist(), f"{key} of the samples, as of their rows")
         else:
-            require(several[key] == value, f"{key} is {several[key]}, expected {value}")
+            same(several[key], value, f"{key} of the samples, as of their rows")
 
 
 @check("G17")
@@ -526,7 +536,7 @@ def unseeded_samples_differ(ctx: Context) -> None:
     first, second = (generated(repeated, generation.generate(data)) for _ in range(2))
     for start in (0, 6):
         rows = [tuple(row) for row in (*first[start : start + 6], *second[start : start + 6])]
-        require(len(set(rows)) == 12, f"12 unseeded samples are {len(set(rows))} different ones")
+        same(len(set(rows)), 12, "different completions of 12 samples without a seed")
 
 
 @refusal("generation", "async_generation")

@@ -12,7 +12,7 @@ import torch
 
 from rl_conformance.batches import pad_rows
 from rl_conformance.checks.common import WAKINGS, Witness, two_engines
-from rl_conformance.expect import raises, require
+from rl_conformance.expect import raised, raises, require, same
 from rl_conformance.faults import between_tensors, source_class
 from rl_conformance.leftovers import Leftovers
 from rl_conformance.refits import DEADLINE_S, attempt, fresh_engine, run_refit
@@ -34,28 +34,28 @@ _CONFIG: dict[str, Any] = {"max_new_tokens": 4, "temperature": 1.5, "eos_token_i
 @check("G13")
 def one_engine_sleeps_while_another_serves(ctx: Context) -> None:
     """The sleep of one engine has no effect on another."""
-    ask, (one, two) = two_engines(ctx)
+    check_both, (one, two) = two_engines(ctx)
     one.prepare_for_generation()
     with raises(LifecycleError):
         two.generate(ctx.prompts(5), greedy=True)
     two.prepare_for_generation()
     one.finish_generation()
-    ask("while the other sleeps", (1,))
+    check_both("while the other sleeps", (1,))
     with raises(LifecycleError):
         one.generate(ctx.prompts(5), greedy=True)
     one.prepare_for_generation()
-    ask("after both woke")
+    check_both("after both woke")
 
 
 @check("G14")
 def shutting_one_engine_down_leaves_another_serving(ctx: Context) -> None:
     """The shutdown of one engine has no effect on another."""
-    ask, (one, two) = two_engines(ctx)
+    check_both, (one, two) = two_engines(ctx)
     for engine in (one, two):
         engine.prepare_for_generation()
-    ask("at first")
+    check_both("at first")
     one.shutdown()
-    ask("after the other was shut down", (1,))
+    check_both("after the other was shut down", (1,))
 
 
 @check("G14")
@@ -120,9 +120,9 @@ def a_refit_changes_only_its_own_engine(ctx: Context) -> None:
 def waking_is_idempotent(ctx: Context) -> None:
     """prepare_for_generation returns True each time and changes nothing."""
     generation = ctx.fresh_generation()
-    require(generation.prepare_for_generation() is True, "prepare did not return True")
+    same(generation.prepare_for_generation(), True, "result of prepare_for_generation")
     first = greedy(ctx, generation)
-    require(generation.prepare_for_generation() is True, "a second prepare did not return True")
+    same(generation.prepare_for_generation(), True, "result of a second prepare_for_generation")
     same_output(ctx, greedy(ctx, generation), first)
 
 
@@ -130,10 +130,10 @@ def waking_is_idempotent(ctx: Context) -> None:
 def sleeping_is_idempotent(ctx: Context) -> None:
     """finish_generation returns True each time, also before the first prepare."""
     generation = ctx.fresh_generation()
-    require(generation.finish_generation() is True, "finish before prepare did not return True")
+    same(generation.finish_generation(), True, "result of finish_generation before prepare")
     generation.prepare_for_generation()
-    require(generation.finish_generation() is True, "finish did not return True")
-    require(generation.finish_generation() is True, "a second finish did not return True")
+    same(generation.finish_generation(), True, "result of finish_generation")
+    same(generation.finish_generation(), True, "result of a second finish_generation")
 
 
 @check("G13")
@@ -158,7 +158,7 @@ def sleeping_releases_device_memory(ctx: Context) -> None:
     awake = _device_bytes()
     generation.finish_generation()
     taken = awake - asleep_before
-    require(taken > 0, "waking took no device memory that could be released")
+    require(taken > 0, "device memory taken by waking", "more than 0 bytes", taken)
     kept = (_device_bytes() - asleep_before) / taken
     ctx.measure("kept_fraction", kept, 1 - ctx.manifest.released_fraction)
 
@@ -179,7 +179,7 @@ def without_sleep_the_lifecycle_still_holds(ctx: Context) -> None:
     """Without sleep there is nothing to refuse: finish and prepare still return True."""
     generation = ctx.fresh_generation()
     for method in (generation.prepare_for_generation, generation.finish_generation):
-        require(method() is True, f"{method.__name__} did not return True")
+        same(method(), True, f"result of {method.__name__}")
 
 
 @check("G14")
@@ -213,21 +213,21 @@ def generating_after_shutdown_is_refused(ctx: Context) -> None:
 def shutting_down_is_idempotent(ctx: Context) -> None:
     """shutdown returns True each time."""
     generation = ctx.fresh_generation()
-    require(generation.shutdown() is True, "shutdown did not return True")
-    require(generation.shutdown() is True, "a second shutdown did not return True")
+    same(generation.shutdown(), True, "result of shutdown")
+    same(generation.shutdown(), True, "result of a second shutdown")
 
 
 @check("G14", timeout_s=240.0)
 def shutdown_leaves_nothing_behind(ctx: Context) -> None:
     """No process, socket, shared memory or device memory outlives the backend."""
     _use_once(ctx)  # what a first use sets up for good is not a leak
-    gone: list[str] = []
+    left: list[str] = []
     for _ in range(2):  # others in this process open files too; a leak does it every time
         before = Leftovers.now()
         _use_once(ctx)
-        if not (gone := before.wait_until_back()):
+        if not (left := before.wait_until_back()):
             break
-    require(not gone, f"left behind after shutdown: {gone}")
+    same(left, [], "left behind after shutdown")
 
 
 def _use_once(ctx: Context) -> None:
@@ -243,8 +243,8 @@ def rows_carry_version_zero_at_first(ctx: Context) -> None:
     generation = ctx.fresh_generation()
     generation.prepare_for_generation()
     made_by(generation.generate(ctx.prompts(5, 3), greedy=True), 0, 0)
-    require(generation.weights_origin == 0, f"weights_origin is {generation.weights_origin}")
-    require(generation.weights_version == 0, f"weights_version is {generation.weights_version}")
+    same(generation.weights_origin, 0, "weights_origin before any refit")
+    same(generation.weights_version, 0, "weights_version before any refit")
 
 
 @check("G13", needs=("generation",))
@@ -257,7 +257,7 @@ def a_sleep_keeps_the_refitted_weights(ctx: Context) -> None:
         run_refit(policy, engine)
         for _ in range(2):
             engine.finish_generation()
-            require(engine.weights_version == version, f"asleep at {engine.weights_version}")
+            same(engine.weights_version, version, "weights_version while the engine sleeps")
             for tags in waking:
                 engine.prepare_for_generation(**tags)
             exact(ctx, policy, engine, f"woken by {waking}", version)
@@ -268,7 +268,7 @@ def a_sleep_keeps_the_refitted_weights(ctx: Context) -> None:
 
 @check("G15", needs=("generation",), capability="async_generation")
 def a_stream_keeps_its_version(ctx: Context) -> None:
-    """Rows of a stream that began before a refit are those of the old weights, and say so."""
+    """Rows of a stream that began before a refit have the old weights and the old version."""
     policy, engine = settable_trainer(ctx), ctx.refit_generation()
     run_refit(policy, engine)
     data = ctx.prompts(5, 9, 3, 40)
@@ -295,7 +295,7 @@ def a_stream_keeps_its_version(ctx: Context) -> None:
 
 @check("G15", needs=("generation",), capability="async_generation")
 def rows_that_wait_for_their_reader_keep_their_version(ctx: Context) -> None:
-    """Rows that are read after a refit say the version that made them."""
+    """Rows that are read after a refit carry the version that made them."""
     policy, engine = settable_trainer(ctx), ctx.refit_generation()
     run_refit(policy, engine)
     data, version = ctx.prompts(5, 9, 3, 40), engine.weights_version
@@ -310,7 +310,7 @@ def rows_that_wait_for_their_reader_keep_their_version(ctx: Context) -> None:
 
     for row in asyncio.run(read()):
         made_by(row, version, origin, "rows that are read later")
-    require(engine.weights_version == version + 1, f"the version is {engine.weights_version}")
+    same(engine.weights_version, version + 1, "weights_version after the refit")
 
 
 @check("G14", needs=("pair",), timeout_s=180.0)
@@ -330,10 +330,10 @@ def a_shutdown_ends_a_refit(ctx: Context) -> None:
     with shutting, between_tensors(source_class(policy), after=5, act=shut_down):
         error = attempt(policy, engine, mode="packed", bucket_bytes=4096)
         shut = futures.get(timeout=DEADLINE_S)  # the refit may be over before it is put there
-        require(shut.result(DEADLINE_S) is True, "shutdown did not return True")
-    require(isinstance(error, RLError), f"not an error of ours but {error!r}")
+        same(shut.result(DEADLINE_S), True, "result of shutdown during a refit")
+    raised(error, RLError)
     took = time.monotonic() - started
-    require(took < DEADLINE_S, f"it took {took:.1f} s, the deadline is {DEADLINE_S:g} s")
+    require(took < DEADLINE_S, "seconds until both sides ended", f"< {DEADLINE_S:g}", f"{took:.1f}")
     with raises(RLError):
         engine.prepare_for_generation()
     with raises(RLError):

@@ -12,7 +12,7 @@ from rl_conformance.batches import generated, pad_rows, random_rows
 from rl_conformance.checks.common import Witness, read_stream, text_row
 from rl_conformance.continuations import find_stop
 from rl_conformance.draws import same_draws
-from rl_conformance.expect import NotRun, raises, require, same_tensor
+from rl_conformance.expect import NotRun, raises, same, same_tensor
 from rl_conformance.registry import check
 from rl_conformance.served import greedy, same_output
 
@@ -44,10 +44,10 @@ def _same_rows(
 ) -> None:
     """Fails unless streamed rows are the rows of a batch, in every column."""
     indices = sorted(index for index, _, _ in rows)
-    require(indices == list(range(data.size)), f"rows {indices} were yielded, of {data.size}")
+    same(indices, list(range(data.size)), "indices of the yielded rows")
     for index, row, at_once in rows:
         end = int(whole["unpadded_sequence_lengths"][index])
-        require(set(row) == set(whole), f"row {index} has the columns {sorted(row)}")
+        same(sorted(row), sorted(whole), f"columns of row {index}")
         for key in whole:
             expected = whole[key][index : index + 1]
             if key == "logprobs":
@@ -57,7 +57,7 @@ def _same_rows(
             elif isinstance(expected, torch.Tensor):
                 same_tensor(row[key], expected, f"{key} of row {index}")
             else:
-                require(row[key] == expected, f"{key} of row {index} is {row[key]}")
+                same(row[key], expected, f"{key} of row {index}")
             if isinstance(row[key], torch.Tensor):
                 same_tensor(row[key], at_once[key], f"{key} of row {index}, later")
 
@@ -130,7 +130,7 @@ def abandoned_streams_leave_nothing_behind(ctx: Context) -> None:
     async def first_row(*, close: bool) -> None:
         stream: Any = generation.generate_async(data, greedy=True)
         async for index, _ in stream:
-            require(index == 0, f"row {index} came before the one that stops")
+            same(index, 0, "index of the first row, which alone has a stop string")
             break
         if close:
             await stream.aclose()
@@ -168,12 +168,12 @@ def streamed_rows_equal_generate(ctx: Context) -> None:
     generation = ctx.generation(max_new_tokens=4)
     whole = generation.generate(data, greedy=True)
     streamed = dict(read_stream(generation, data))
-    require(sorted(streamed) == [0, 1, 2], f"rows {sorted(streamed)} were yielded")
+    same(sorted(streamed), [0, 1, 2], "indices of the yielded rows")
     for index, row in streamed.items():
         end = int(whole["unpadded_sequence_lengths"][index])
         same_tensor(row["output_ids"][0], whole["output_ids"][index, :end], f"row {index}")
         ctx.measure_error(row["logprobs"][0], whole["logprobs"][index, :end])
-        require(row["label"] == [data["label"][index]], f"row {index} lost its label")
+        same(row["label"], [data["label"][index]], f"label of row {index}")
 
 
 @check("G16")
@@ -183,7 +183,7 @@ def rows_are_yielded_as_they_finish(ctx: Context) -> None:
     generation = ctx.generation(stop_token_ids=[stop.token])
     data = ctx.batch([stop.other_prompt, stop.prompt])
     order = [index for index, _ in read_stream(generation, data)]
-    require(order == [1, 0], f"rows were yielded in the order {order}")
+    same(order, [1, 0], "order of the yielded rows, of which row 1 is the shorter")
 
 
 @check("G16")

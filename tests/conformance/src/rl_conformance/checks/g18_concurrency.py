@@ -14,7 +14,7 @@ import torch
 from rl_conformance.batches import generated, random_rows
 from rl_conformance.checks.common import Recital
 from rl_conformance.draws import same_draws
-from rl_conformance.expect import require
+from rl_conformance.expect import fail, require, same
 from rl_conformance.refits import run_refit
 from rl_conformance.registry import check, refusal
 from rl_conformance.served import greedy, same_output
@@ -52,7 +52,7 @@ _LONG_CONFIG: dict[str, Any] = {
 }
 
 
-#: How often something is tried whose time is compared.
+#: How often a measurement of time is repeated.
 _TRIES = 4
 
 
@@ -95,7 +95,7 @@ def calls_from_threads_do_not_mix_their_rows(ctx: Context) -> None:
             expected = [certain[(first + i) % 8].tokens for i in range(1 + first % 3)]
             data = ctx.batch([certain[(first + i) % 8].prompt for i in range(1 + first % 3)])
             got = generated(data, output)
-            require(got == expected, f"call {first} got {got}, expected {expected}")
+            same(got, expected, f"greedy tokens of call {first}, beside 15 others")
         parts = [drawn.slice(2 * n, 2 * n + 2) for n in range(8)]
         got = [row for n in range(8) for row in generated(parts[n], outputs[2 * n + 1])]
         same_draws(ctx, got, alone, drawn["seed"])
@@ -126,13 +126,15 @@ def tasks_and_threads_do_not_mix_their_rows(ctx: Context) -> None:
         stream = generation.generate_async(data, greedy=True)
         async for index, output in stream:
             tokens = output["output_ids"][0, len(rows[index].prompt) :].tolist()
-            require(tokens == rows[index].tokens, f"row {first}.{index} is {tokens}")
-            require(output["label"] == [f"{first}.{index}"], f"its label is {output['label']}")
+            same(tokens, rows[index].tokens, f"greedy tokens of row {index} of stream {first}")
+            same(output["label"], [f"{first}.{index}"], f"label of row {index} of stream {first}")
             found.add(index)
             if first % 4 == 3:
                 break
         await stream.aclose()  # type: ignore[attr-defined]
-        require(first % 4 == 3 or found == {0, 1, 2}, f"rows {found} of stream {first} came")
+        require(
+            first % 4 == 3 or found == {0, 1, 2}, f"rows of stream {first}", "0, 1 and 2", found
+        )
 
     async def streams() -> None:
         await asyncio.gather(*(stream(first) for first in range(16)))
@@ -140,7 +142,7 @@ def tasks_and_threads_do_not_mix_their_rows(ctx: Context) -> None:
     def call(first: int) -> None:
         row = certain[first % 8]
         got = generated(batch := ctx.batch([row.prompt]), generation.generate(batch, greedy=True))
-        require(got == [row.tokens], f"a call beside the streams got {got}")
+        same(got, [row.tokens], "greedy tokens of a call beside the streams")
 
     calls: list[Callable[[], Any]] = [lambda n=n: call(n) for n in range(6)]  # type: ignore[misc]
     _at_once([*calls, lambda: asyncio.run(streams())])
@@ -190,11 +192,8 @@ def every_call_uses_one_version(ctx: Context) -> None:
         try:
             for version in range(begin, begin + 4):
                 expected[version] = engine.generate(data, greedy=True)
-                said = expected[version]["weights_version"].tolist()
-                require(
-                    said == [version] * 4,
-                    f"a call in version {version}: expected rows of that version, got {said}",
-                )
+                rows = expected[version]["weights_version"].tolist()
+                same(rows, [version] * 4, "weights_version of the rows of a call")
                 if version < begin + 3:
                     shuffle(policy, version)
                     run_refit(policy, engine)
@@ -202,17 +201,18 @@ def every_call_uses_one_version(ctx: Context) -> None:
             stop.set()
         for caller in callers:
             caller.result(60)
-    require(len(outputs) > 4, f"{len(outputs)} calls were served")
+    require(len(outputs) > 4, "calls served beside the refits", "more than 4", len(outputs))
     for output in outputs:
         version, *others = set(output["weights_version"].tolist())
-        require(not others, f"one call is of versions {[version, *others]}")
+        same(others, [], f"versions of the rows of one call, beside {version}")
         right, alike = expected[version], 0
         for row, end in enumerate(right["unpadded_sequence_lengths"].tolist()):
             if torch.equal(output["output_ids"][row, :end], right["output_ids"][row, :end]):
                 ctx.measure_error(output["logprobs"][row, :end], right["logprobs"][row, :end])
                 alike += 1
         # Where two tokens are as likely, rounding chooses, and that depends on a row's company.
-        require(alike >= 2, f"a call of version {version} has {4 - alike} rows of other weights")
+        what = f"rows of a call of version {version} with the tokens of that version's weights"
+        require(alike >= 2, what, "at least 2 of 4", alike)
     exact(ctx, policy, engine, "after the calls", begin + 3)
 
 
@@ -245,7 +245,7 @@ def no_call_waits_forever(ctx: Context) -> None:
             stop.set()
         for caller in (*callers, late):
             caller.result(60)  # also what it raised
-    require(waited <= most, f"a call waited while {waited} that came later were done")
+    require(waited <= most, "later calls that were served before a call", f"<= {most}", waited)
 
 
 @check("G18")
@@ -272,7 +272,8 @@ def a_long_call_makes_progress_among_short_ones(ctx: Context) -> None:
             stop.set()
         for caller in (*callers, late):
             caller.result(60)
-    require(waited <= most, f"a call of {_CONTEXT - _LONG} tokens waited for {waited} later ones")
+    what = f"later calls that were served before one of {_CONTEXT - _LONG} tokens"
+    require(waited <= most, what, f"<= {most}", waited)
 
 
 @check("G18")
@@ -285,10 +286,14 @@ def a_call_has_a_deadline(ctx: Context) -> None:
         try:
             generation.generate(ctx.prompts(*[_LONG] * rows), greedy=True)
         except DeadlineError as error:
-            require("call_deadline_s" in str(error), f"the error does not say what to do: {error}")
+            named = "call_deadline_s" in str(error)
+            require(named, "the DeadlineError", "it names call_deadline_s", error)
             break
         took = time.monotonic() - started
-        require(took < 3 * _DEADLINE_S, f"a call of {took:.1f} s was not given up in time")
+        most = 3 * _DEADLINE_S
+        require(
+            took < most, f"seconds, with call_deadline_s={_DEADLINE_S}", f"< {most}", f"{took:.1f}"
+        )
     else:
         ctx.not_run(f"4096 rows of 126 tokens took {took:.1f} s", excused=True)
     lengths, patience = None, time.monotonic() + 60
@@ -296,11 +301,11 @@ def a_call_has_a_deadline(ctx: Context) -> None:
         with suppress(DeadlineError):  # on a busy machine, or behind what cannot be stopped
             output = generation.generate(ctx.prompts(_SHORT), greedy=True)
             lengths = output["generation_lengths"].tolist()
-    require(lengths == [2], f"after a call that was given up one gave {lengths} tokens, not [2]")
+    same(lengths, [2], "generation_lengths of the call after one that passed its deadline")
     started = time.monotonic()
     generation.finish_generation()
     took = time.monotonic() - started
-    require(took < 30, f"what was given up kept the engine busy for {took:.0f} s")
+    require(took < 30, "seconds of finish_generation after the deadline", "< 30", f"{took:.0f}")
 
 
 @check("G18", capability="concurrent_calls")
@@ -329,7 +334,7 @@ def a_short_call_does_not_wait_for_a_long_one(ctx: Context) -> None:
         long_enough += time.perf_counter() - started > 20 * alone
         if long_enough == 2:
             break
-    require(condition=False, message=f"{finished} short calls were done before a long one was")
+    fail("short calls that ended before a long one, of 8 rows and more", "> 2", finished)
 
 
 @check("G18", capability="concurrent_calls", timeout_s=180.0)
@@ -359,7 +364,7 @@ def rows_that_are_given_up_are_freed_at_once(ctx: Context) -> None:
             return
         time.sleep(1)
     listed = ", ".join(f"{ratio:.0f}" for ratio in ratios)
-    require(condition=False, message=f"a call after it took {listed} times as long as before")
+    fail("a call after the stream was left: its time, relative to before", "at most 5", listed)
 
 
 @refusal("generation", "concurrent_calls")

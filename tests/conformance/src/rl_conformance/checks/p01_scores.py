@@ -8,7 +8,7 @@ import torch
 
 from rl_conformance.checks.common import SPLITS, strange_token
 from rl_conformance.continuing import changes_no_step, oracle_of, train, trainer
-from rl_conformance.expect import raises, require, same_tensor
+from rl_conformance.expect import raises, require, same, same_tensor
 from rl_conformance.models import make_tiny_model
 from rl_conformance.registry import check
 from rl_conformance.training import NegativeLogLikelihood, training_batch
@@ -78,13 +78,14 @@ def logprobs_have_the_declared_layout(ctx: Context) -> None:
     """[B, S] float32 on the CPU; entry 0 and padding are 0, the rest is not."""
     data = ctx.prompts(*_LENGTHS)
     logprobs = ctx.policy().get_logprobs(data)["logprobs"]
-    require(logprobs.shape == data["input_ids"].shape, f"the shape is {list(logprobs.shape)}")
-    require(logprobs.dtype == torch.float32, f"the dtype is {logprobs.dtype}")
-    require(logprobs.device.type == "cpu", f"it is on {logprobs.device}")
+    same(logprobs.shape, data["input_ids"].shape, "shape of logprobs")
+    same(logprobs.dtype, torch.float32, "dtype of logprobs")
+    same(logprobs.device.type, "cpu", "device of logprobs")
     positions = torch.arange(logprobs.shape[1])
     scored = (positions > 0) & (positions < data["input_lengths"][:, None])
-    require((logprobs[~scored] == 0).all(), "entry 0 or padding is not 0")
-    require((logprobs[scored] < 0).all(), "a token's log-prob is not below 0")
+    rest, own = logprobs[~scored], logprobs[scored]
+    require((rest == 0).all(), "logprobs of entry 0 and of padding", "all 0", rest)
+    require((own < 0).all(), "logprobs of the other tokens", "all below 0", own)
 
 
 @check("P1")
@@ -120,7 +121,8 @@ def padding_width_does_not_show(ctx: Context) -> None:
     got = policy.get_logprobs(wide)["logprobs"]
     width = ids.shape[1]
     ctx.measure_error(got[:, :width], policy.get_logprobs(data)["logprobs"])
-    require((got[:, width:] == 0).all(), "the added padding is scored")
+    behind = got[:, width:]
+    require((behind == 0).all(), "logprobs of the wider padding", "all 0", behind)
 
 
 @check("P2")

@@ -8,7 +8,7 @@ import torch
 
 from rl_conformance.checks.common import SPLITS, strange_token
 from rl_conformance.continuing import changes_no_step, dropping_model, oracle_of, train, trainer
-from rl_conformance.expect import raises, require, same_tensor
+from rl_conformance.expect import raises, require, same, same_tensor
 from rl_conformance.registry import check
 from rl_conformance.training import NegativeLogLikelihood, training_batch
 from rl_conformance.weights import policy_weights, same_weights
@@ -38,7 +38,8 @@ def training_does_not_change_the_reference(ctx: Context) -> None:
     before = policy.get_logprobs(data)["logprobs"]
     _train_once(policy)
     after = policy.get_logprobs(data)["logprobs"]
-    require(not torch.equal(after, before), "training did not change the policy")
+    moved = not torch.equal(after, before)
+    require(moved, "the policy's logprobs after a step", "others than before", "the same")
     again = policy.get_reference_policy_logprobs(data)["reference_logprobs"]
     same_tensor(again, reference, "reference_logprobs")
 
@@ -92,9 +93,9 @@ def topk_logits_belong_to_the_next_token(ctx: Context) -> None:
     got = ctx.policy().get_topk_logits(data, k)
     values, indices = got["topk_logits"], got["topk_indices"]
     shape = (3, data["input_ids"].shape[1] - 1, k)
-    require(values.shape == shape and indices.shape == shape, f"shapes are not {shape}")
-    require(values.dtype == torch.float32, f"topk_logits is {values.dtype}")
-    require(indices.dtype == torch.int64, f"topk_indices is {indices.dtype}")
+    same((values.shape, indices.shape), (shape, shape), "shapes of topk_logits, topk_indices")
+    same(values.dtype, torch.float32, "dtype of topk_logits")
+    same(indices.dtype, torch.int64, "dtype of topk_indices")
     ours, theirs = [], []
     for row, length in enumerate(data["input_lengths"].tolist()):
         logits = ctx.oracle().logits(data["input_ids"][row, :length].tolist())[:-1]
@@ -102,7 +103,8 @@ def topk_logits_belong_to_the_next_token(ctx: Context) -> None:
         theirs.append(values[row, : length - 1])
         looked_up = logits.gather(1, indices[row, : length - 1])
         ctx.measure_error(looked_up, values[row, : length - 1], rounding=1.5)
-        require((theirs[-1].diff(dim=-1) <= 0).all(), f"row {row} is not sorted descending")
+        falling = (theirs[-1].diff(dim=-1) <= 0).all()
+        require(falling, f"topk_logits of row {row}", "sorted, the largest first", theirs[-1])
     ctx.measure_error(torch.cat(theirs), torch.cat(ours), rounding=1.5)
 
 
@@ -218,7 +220,7 @@ def _topk_agrees(
 ) -> None:
     values, indices = got["topk_logits"], got["topk_indices"]
     shape = (data.size, data["input_ids"].shape[1] - 1, k)
-    require(values.shape == shape and indices.shape == shape, f"shapes are not {shape}")
+    same((values.shape, indices.shape), (shape, shape), "shapes of topk_logits, topk_indices")
     ours, theirs, named = [], [], []
     for row, length in enumerate(data["input_lengths"].tolist()):
         ids = data["input_ids"][row, :length].tolist()
@@ -228,8 +230,9 @@ def _topk_agrees(
         theirs.append(values[row, : length - 1])
         named.append(logits.gather(1, own))
         repeated = (own.sort(-1).values.diff(dim=-1) == 0).any()
-        require(not repeated, f"row {row}: a token is among the {k} largest twice")
-        require((theirs[-1].diff(dim=-1) <= 0).all(), f"row {row} is not sorted descending")
+        require(not repeated, f"topk_indices of row {row}", f"{k} different tokens", own)
+        falling = (theirs[-1].diff(dim=-1) <= 0).all()
+        require(falling, f"topk_logits of row {row}", "sorted, the largest first", theirs[-1])
     if any(len(each) for each in ours):
         # Logits are larger than the log-probs that the tolerance is of.
         scale = 2 / min(1.0, temperature)

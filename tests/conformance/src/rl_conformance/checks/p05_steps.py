@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from rl_conformance.checks.common import policy_trained_on, scores_after, trained_policy
-from rl_conformance.expect import require
-from rl_conformance.losses import LogitLikelihood, PairLoss, SequenceLikelihood, TellingLoss
+from rl_conformance.expect import require, same
+from rl_conformance.losses import LogitLikelihood, PairLoss, ReportingLoss, SequenceLikelihood
 from rl_conformance.registry import check
 from rl_conformance.training import (
     AdvantageLoss,
@@ -37,13 +37,13 @@ def train_returns_the_declared_keys(ctx: Context) -> None:
     data = training_batch(_LENGTHS)
     data["sample_mask"][1] = 0
     result = trained_policy(ctx).train(data, NegativeLogLikelihood())
-    require(result.keys() >= _REQUIRED, f"missing: {sorted(_REQUIRED - result.keys())}")
+    same(sorted(_REQUIRED - result.keys()), [], "keys missing in the result of train")
     tokens = float((data["token_mask"] * data["sample_mask"][:, None]).sum())
-    require(float(result["global_valid_toks"]) == tokens, f"not {tokens} valid tokens: {result}")
-    require(float(result["global_valid_seqs"]) == 7, f"not 7 valid sequences: {result}")
-    require(abs(float(result["lr"]) - 1e-3) < 1e-9, f"lr is {result['lr']}, configured was 0.001")
+    same(float(result["global_valid_toks"]), tokens, "global_valid_toks")
+    same(float(result["global_valid_seqs"]), 7.0, "global_valid_seqs")
+    require(abs(float(result["lr"]) - 1e-3) < 1e-9, "lr, as configured", 0.001, result["lr"])
     got = float(result.get("conformance_tokens", "nan"))
-    require(got == tokens, f"the loss function's metric is {got}, not {tokens}")
+    same(got, tokens, "conformance_tokens, the loss function's own metric")
 
 
 _SPLITS: dict[str, dict[str, Any]] = {
@@ -76,9 +76,9 @@ def loss_and_gradient_agree_with_the_reference(
     data["token_mask"][2, 4:9] = 0
     result = trained_policy(ctx, **config).train(data, NegativeLogLikelihood(), mbs=mbs)
     loss, norm = ctx.oracle().nll(data["input_ids"], data["input_lengths"], data["token_mask"])
-    ctx.measure("loss_error", abs(float(result["loss"]) - loss), ctx.tolerance[0])
-    error = abs(float(result["grad_norm"]) / norm - 1)
-    ctx.measure("grad_norm_relative_error", error, _of_a_norm(ctx))
+    ctx.measure_near("loss_error", result["loss"], loss, ctx.tolerance[0])
+    got = result["grad_norm"]
+    ctx.measure_near("grad_norm_relative_error", got, norm, _of_a_norm(ctx), norm)
 
 
 def _of_a_norm(ctx: Context) -> float:
@@ -132,18 +132,14 @@ def two_ranks_train_as_one(ctx: Context) -> None:
                 if step == 2:  # nothing of what the second rank has counts
                     data["sample_mask"][4:] = 0
                 one, two = (p.train(data, NegativeLogLikelihood()) for p in (alone, ranks))
-                ctx.measure("loss_error", _apart(one, two, "loss"), ctx.tolerance[0])
-                norm = _apart(one, two, "grad_norm") / float(one["grad_norm"])
-                ctx.measure("grad_norm_relative_error", norm, _of_a_norm(ctx))
+                ctx.measure_near("loss_error", two["loss"], one["loss"], ctx.tolerance[0])
+                norm, got = float(one["grad_norm"]), two["grad_norm"]
+                ctx.measure_near("grad_norm_relative_error", got, norm, _of_a_norm(ctx), norm)
                 for key in ("global_valid_toks", "global_valid_seqs", "conformance_tokens", "lr"):
-                    require(_apart(one, two, key) == 0, f"{key}: {one}, {two}")
+                    same(float(two[key]), float(one[key]), f"{key} on two ranks, as on one")
             ctx.measure_error(scores_after(ranks, probe), scores_after(alone, probe))
         finally:
             ranks.shutdown()
-
-
-def _apart(one: dict[str, Any], two: dict[str, Any], key: str) -> float:
-    return abs(float(one[key]) - float(two[key]))
 
 
 @check("P8")
@@ -151,7 +147,8 @@ def nll_falls_on_one_batch(ctx: Context) -> None:
     """Ten steps on one batch lower its loss each time they are looked at."""
     data, policy = training_batch(_LENGTHS), trained_policy(ctx)
     losses = [float(policy.train(data, NegativeLogLikelihood())["loss"]) for _ in range(10)]
-    require(losses[9] < losses[4] < losses[0], f"the losses are {losses}")
+    falls = losses[9] < losses[4] < losses[0]
+    require(falls, "losses of ten steps on one batch", "they fall", losses)
 
 
 @check("P8")
@@ -164,7 +161,8 @@ def advantages_decide_the_direction(ctx: Context) -> None:
     for _ in range(3):
         policy.train(data, AdvantageLoss())
     moved = (scores_after(policy, data).sum(1) - before) * data["advantages"]
-    require((moved > 0).all(), f"movement along the advantage: {moved.tolist()}")
+    what = "change of each row's log-prob, times its advantage"
+    require((moved > 0).all(), what, "all above 0", moved)
 
 
 _OTHER_LENGTHS = (9, 3, 12, 1, 6)
@@ -187,11 +185,11 @@ def _pair(
 
 def _agrees(ctx: Context, result: dict[str, Any], step: Step) -> None:
     mean, largest = ctx.tolerance_of("float32")
-    ctx.measure("loss_error", abs(float(result["loss"]) - step.loss), largest)
-    norm = abs(float(result["grad_norm"]) - step.grad_norm) / max(step.grad_norm, 1e-6)
-    ctx.measure("grad_norm_relative_error", norm, max(mean, 1e-3))
+    ctx.measure_near("loss_error", result["loss"], step.loss, largest)
+    norm, got = step.grad_norm, result["grad_norm"]
+    ctx.measure_near("grad_norm_relative_error", got, norm, max(mean, 1e-3), max(norm, 1e-6))
     rate = abs(float(result["lr"]) - step.lr) / step.lr
-    require(rate < 1e-5, f"lr is {result['lr']}, should be {step.lr}")
+    require(rate < 1e-5, "lr of the step", step.lr, result["lr"])
 
 
 def _moved_alike(ctx: Context, policy: ColocatablePolicyInterface, oracle: TrainingOracle) -> None:
@@ -254,7 +252,7 @@ _SCHEDULES: dict[str, dict[str, Any]] = {
 
 @check("P5", cases={name: {"schedule": schedule} for name, schedule in _SCHEDULES.items()})
 def every_step_has_its_rate(ctx: Context, schedule: dict[str, Any]) -> None:
-    """Seven steps have the schedule's rates, beyond its end too, and are as long as they say."""
+    """Seven steps have the schedule's rates, beyond its end too, and are as long as those rates."""
     policy, oracle = _pair(ctx, {"optimizer": _PLAIN, "scheduler": schedule})
     for seed in range(7):
         data = training_batch((6, 4), seed=seed)
@@ -287,16 +285,16 @@ def every_global_batch_is_a_step_of_its_own(ctx: Context, configured: bool) -> N
     for key in ("loss", "grad_norm"):
         total = sum(float(value) for value in parts.get(key, []))
         mean = sum(float(value) for value in history.get(key, [])) / 4
-        ctx.measure(f"{key}, added up", abs(total - mean), 1e-6 + 1e-5 * abs(mean))
+        ctx.measure_near(f"{key}, added up", total, mean, 1e-6 + 1e-5 * abs(mean))
     for position, (step, count) in enumerate(zip(steps, counts, strict=True)):
         values = {key: history.get(key, [])[position : position + 1] for key in _HISTORY}
-        require(all(values.values()), f"step_metrics has no value for step {position}: {history}")
+        want = f"a value of {', '.join(_HISTORY)} for step {position}"
+        require(all(values.values()), "step_metrics", want, history)
         one = {key: value[0] for key, value in values.items()}
         _agrees(ctx, one, step)
-        got = float(one["global_valid_toks"])
-        require(got == count, f"step {position}: {got} valid tokens, not {count}")
+        same(float(one["global_valid_toks"]), count, f"global_valid_toks of step {position}")
     _agrees(ctx, result, steps[-1])
-    require(float(result["global_valid_toks"]) == counts[-1], "the result is not the last step's")
+    same(float(result["global_valid_toks"]), counts[-1], "global_valid_toks, of the last step")
     _moved_alike(ctx, policy, oracle)
 
 
@@ -338,10 +336,12 @@ def dropout_is_drawn_anew_and_from_the_seed(ctx: Context) -> None:
         # Rows do not change and weights do not move: what differs is what was dropped.
         losses[name] = [float(policy.train(data, NegativeLogLikelihood())["loss"]) for _ in "123"]
         plain = policy.train(data, NegativeLogLikelihood(), eval_mode=True)["loss"]
-        require(len({*losses[name], float(plain)}) == 4, f"the losses are {losses[name]}, {plain}")
+        four = [*losses[name], float(plain)]
+        require(len({*four}) == 4, "losses of 3 steps and of eval_mode", "all different", four)
         policy.shutdown()
-    require(losses["again"] == losses["first"], f"a seed has the losses {losses}")
-    require(losses["other"] != losses["first"], f"two seeds have the losses {losses}")
+    same(losses["again"], losses["first"], "losses of a second policy with seed 3")
+    differ = losses["other"] != losses["first"]
+    require(differ, "losses of seeds 3 and 4", "different", losses)
 
 
 _THRIFT: dict[str, dict[str, Any]] = {
@@ -398,31 +398,32 @@ def a_loss_sees_the_same_data_whatever_the_split(
     before = {key: value.clone() for key, value in data.items()}
     tokens = float((data["token_mask"][:, 1:] * data["sample_mask"][:, None]).sum())
     expected = {
-        "told_rows": 5.0,
-        "told_row_numbers": 2.0 + 3 + 4 + 6 + 7,
-        "told_tokens": tokens,
-        "told_all_tokens_min": tokens,
-        "told_all_tokens_max": tokens,
-        "told_all_rows_min": 5.0,
-        "told_all_rows_max": 5.0,
-        "told_shortest_min": 1.0,
-        "told_longest_max": 30.0,
-        "told_strangers_max": 0.0,
-        "told_unscored_max": 0.0,
-        "told_widths_max": 0.0,
+        "seen_rows": 5.0,
+        "seen_row_numbers": 2.0 + 3 + 4 + 6 + 7,
+        "seen_tokens": tokens,
+        "seen_all_tokens_min": tokens,
+        "seen_all_tokens_max": tokens,
+        "seen_all_rows_min": 5.0,
+        "seen_all_rows_max": 5.0,
+        "seen_shortest_min": 1.0,
+        "seen_longest_max": 30.0,
+        "seen_strangers_max": 0.0,
+        "seen_unscored_max": 0.0,
+        "seen_widths_max": 0.0,
         "global_valid_toks": tokens,
         "global_valid_seqs": 5.0,
     }
     policy = policy_trained_on(ctx, **config)
     for eval_mode in (True, False):
-        result = policy.train(data, TellingLoss(), eval_mode, mbs=mbs)
+        result = policy.train(data, ReportingLoss(), eval_mode, mbs=mbs)
         got = {key: float(result.get(key, "nan")) for key in expected}
         off = {key: got[key] for key in got if abs(got[key] - expected[key]) > 1e-4}
-        require(not off, f"eval_mode={eval_mode}: got {off}, expected {expected}")
-        error = abs(float(result["told_likelihood"]) + float(result["loss"]))
-        ctx.measure("metric_error", error, 1e-4)
+        wanted = {key: expected[key] for key in off}
+        same(off, wanted, f"metrics of train with eval_mode={eval_mode}, within 1e-4")
+        loss = float(result["loss"])
+        ctx.measure_near("metric_error", result["seen_likelihood"], -loss, 1e-4)
     for key, value in before.items():
-        require(torch.equal(data[key], value), f"training wrote into the batch's {key}")
+        same(data[key].tolist(), value.tolist(), f"column {key} of the batch after train")
 
 
 _LOSSES = {
@@ -452,5 +453,5 @@ def every_kind_of_loss_is_split(ctx: Context, loss_fn: LossFunction, temperature
         config, mbs = _OTHER_SPLITS[split]["config"], _OTHER_SPLITS[split]["mbs"]
         policy = policy_trained_on(ctx, temperature=temperature, **config)
         result = policy.train(data, loss_fn, mbs=mbs)
-        error = abs(float(result["loss"]) - expected)
-        ctx.measure("loss_error", error, allowed or ctx.tolerance[0] / temperature)
+        most = allowed or ctx.tolerance[0] / temperature
+        ctx.measure_near("loss_error", result["loss"], expected, most)

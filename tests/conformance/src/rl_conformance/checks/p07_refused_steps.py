@@ -14,7 +14,7 @@ from rl_conformance.checks.common import (
     trained_policy,
 )
 from rl_conformance.continuing import changes_no_step, repeatable, train, trainer
-from rl_conformance.expect import raises, require, same_tensor
+from rl_conformance.expect import raises, same, same_tensor
 from rl_conformance.losses import NanInARow, NanInTheGradientOfARow, RaisesInARow
 from rl_conformance.registry import check
 from rl_conformance.training import (
@@ -87,9 +87,9 @@ def _compare_masked(
         results.append(policy.train(batch, NegativeLogLikelihood(), mbs=3))
         scores.append(scores_after(policy, probe))
     for key in ("loss", "grad_norm"):
-        first, second = float(results[0][key]), float(results[1][key])
-        difference, allowed = abs(second / first - 1), max(ctx.tolerance[0] / 10, 1e-5)
-        ctx.measure(f"{key}_relative_difference", difference, allowed)
+        first, second = (float(result[key]) for result in results)
+        allowed = max(ctx.tolerance[0] / 10, 1e-5)
+        ctx.measure_near(f"{key}_relative_difference", second, first, allowed, abs(first))
     ctx.measure_error(scores[1], scores[0])
 
 
@@ -104,7 +104,7 @@ def a_fully_masked_batch_changes_nothing(ctx: Context) -> None:
     data["sample_mask"][:] = 0
     policy.prepare_for_training()
     result = policy.train(data, NegativeLogLikelihood())
-    require(float(result["loss"]) == 0, f"the loss is {result['loss']}")
+    same(float(result["loss"]), 0.0, "loss of a batch in which nothing counts")
     same_tensor(scores_after(policy, data), before, "logprobs")
 
 
@@ -147,14 +147,13 @@ def masked_data_has_no_influence_on_a_step(ctx: Context, mask: Callable[[Any], N
     left[:, 0] = 0
     result = policy_trained_on(ctx).train(data, NegativeLogLikelihood(), mbs=2)
     loss, norm = ctx.oracle().nll(data["input_ids"], data["input_lengths"], left)
-    require(float(result["global_valid_toks"]) == float(left.sum()), f"counts: {result}")
-    rows = float(data["sample_mask"].sum())
-    require(float(result["global_valid_seqs"]) == rows, f"not {rows} valid rows: {result}")
+    same(float(result["global_valid_toks"]), float(left.sum()), "global_valid_toks")
+    same(float(result["global_valid_seqs"]), float(data["sample_mask"].sum()), "global_valid_seqs")
     # Of few tokens none evens out the error of another.
     allowed = ctx.tolerance[0] if left.sum() > 20 else ctx.tolerance[1]
-    ctx.measure("loss_error", abs(float(result["loss"]) - loss), allowed)
-    error = abs(float(result["grad_norm"]) / norm - 1)
-    ctx.measure("grad_norm_relative_error", error, max(allowed, 1e-4))
+    ctx.measure_near("loss_error", result["loss"], loss, allowed)
+    got, allowed = result["grad_norm"], max(allowed, 1e-4)
+    ctx.measure_near("grad_norm_relative_error", got, norm, allowed, norm)
 
 
 def _marked(data: BatchedDataDict[Any]) -> BatchedDataDict[Any]:
@@ -216,7 +215,7 @@ def a_masked_batch_is_no_step(ctx: Context, key: str) -> None:
             result = policy.train(data, NegativeLogLikelihood())
         except (DataError, TrainingError):
             return
-        require(float(result["loss"]) == 0, f"the loss is {result['loss']}")
+        same(float(result["loss"]), 0.0, "loss of a batch in which nothing counts")
 
     changes_no_step(ctx, masked, dropout=False)
 

@@ -10,7 +10,7 @@ import torch
 
 from rl_conformance.checks.common import adapted_policy, train_adapters
 from rl_conformance.continuing import changes_no_step, train, trainer
-from rl_conformance.expect import raises, require, same_tensor
+from rl_conformance.expect import raises, require, same, same_tensor
 from rl_conformance.registry import check
 from rl_conformance.training import NegativeLogLikelihood, training_batch
 from rl_conformance.weights import checkpoint_weights, policy_weights, same_weights
@@ -58,7 +58,7 @@ def _goes_on_as(
     results = [train(policy, seed) for policy in (other, resumed)]
     for key in ("loss", "grad_norm", "lr"):
         one, two = (float(result[key]) for result in results)
-        require(one == two, f"{key} of the next step is {two}, and {one} without resuming")
+        same(two, one, f"{key} of the next step, as without resuming")
     same_weights(policy_weights(resumed), policy_weights(other), "weights a step later")
 
 
@@ -98,7 +98,8 @@ def a_narrow_dtype_resumes_bit_equal(ctx: Context) -> None:
     for seed in range(3, 6):
         results = [train(policy, seed) for policy in (alone, resumed)]
         same_weights(policy_weights(resumed), policy_weights(alone), f"weights after step {seed}")
-    require(float(results[0]["loss"]) == float(results[1]["loss"]), "the losses differ")
+    one, two = (float(result["loss"]) for result in results)
+    same(two, one, "loss of the last step, as without resuming")
 
 
 @check("P9")
@@ -159,16 +160,14 @@ def a_failed_save_raises(ctx: Context) -> None:
         train(one, 1)
     for operation in _WRITES:
         full = OSError(errno.ENOSPC, "No space left on device")
-        said = False
+        raised_it = False
         with mock.patch(operation, side_effect=full) as stopped:
             try:
                 policy.save_checkpoint(str(path))
             except Exception:
-                said = True
-        require(
-            said == stopped.called,
-            f"{operation} failed: {stopped.called}; save_checkpoint raised: {said}",
-        )
+                raised_it = True
+        what = f"save_checkpoint raises, where {operation} has no space left"
+        same(raised_it, stopped.called, what)
         if not stopped.called:
             old = policy_weights(policy)
             continue
@@ -178,7 +177,8 @@ def a_failed_save_raises(ctx: Context) -> None:
         except RLError:
             continue
         same_weights(policy_weights(resumed), old, f"what resumes after {operation} failed")
-    require(failed, f"saving went through none of {', '.join(_WRITES)}")
+    used = f"a call of one of {', '.join(_WRITES)}"
+    require(failed, "save_checkpoint", used, "none of them")
     policy.save_checkpoint(str(path))
     _goes_on_as(_resumed(ctx, path), plain, 2)
 
@@ -207,7 +207,7 @@ _LENGTHS = (12, 3, 30, 17)
 
 
 class Interrupted(BaseException):
-    """Fault: the process is told to stop in the middle of a save."""
+    """Fault: the process is stopped in the middle of a save."""
 
 
 def _policy_after(ctx: Context, steps: int, **config: Any) -> ColocatablePolicyInterface:
@@ -235,7 +235,7 @@ def the_step_after_resuming_is_bit_equal(ctx: Context) -> None:
     torch.manual_seed(99)
     second = ctx.fresh_policy(resume_from=str(path), **config)
     rates.append(_two_more_steps(second))
-    require(rates[0] == rates[1], f"learning rates are {rates[1]}, were {rates[0]}")
+    same(rates[1], rates[0], "lr of two steps after resuming")
     same_weights(policy_weights(second), policy_weights(first), "weights two steps later")
 
 
@@ -252,7 +252,7 @@ def weights_are_exported_for_transformers(ctx: Context) -> None:
     policy, data = _policy_after(ctx, 1), training_batch(_LENGTHS)
     policy.save_checkpoint(str(path))
     exported = next((file.parent for file in sorted(path.rglob("config.json"))), None)
-    require(exported, f"there is no config.json in {path}")
+    require(exported, f"{path} after save_checkpoint", "a config.json", sorted(path.rglob("*")))
     assert exported is not None
     weights = policy_weights(policy)
     for name, tensor in checkpoint_weights(exported).items():
@@ -283,7 +283,8 @@ def an_interrupted_save_never_loads(ctx: Context) -> None:
             stopped.append(operation)
             with raises(RLError):
                 ctx.fresh_policy(resume_from=str(path))
-    require(stopped, f"saving went through none of {', '.join(_FILE_OPERATIONS)}")
+    used = f"a call of one of {', '.join(_FILE_OPERATIONS)}"
+    require(stopped, "save_checkpoint", used, "none of them")
 
 
 @check("P9")
@@ -341,7 +342,7 @@ def adapters_are_merged_in_an_export_and_resumed_by_a_checkpoint(ctx: Context) -
     train_adapters(policy)
     policy.save_checkpoint(str(path))
     exported = next((file.parent for file in sorted(path.rglob("config.json"))), None)
-    require(exported, f"there is no config.json in {path}")
+    require(exported, f"{path} after save_checkpoint", "a config.json", sorted(path.rglob("*")))
     policy.prepare_for_lp_inference()
     logprobs = policy.get_logprobs(data)["logprobs"]
     oracle = ctx.oracle(exported)

@@ -9,7 +9,7 @@ import torch
 
 from rl_conformance.checks.common import SPLITS
 from rl_conformance.continuing import changes_no_step, oracle_of, train, trainer
-from rl_conformance.expect import raises, require, same_tensor
+from rl_conformance.expect import raises, require, same, same_tensor
 from rl_conformance.models import make_reward_model
 from rl_conformance.observed import magnitudes, scales_by_layer
 from rl_conformance.oracle import reward_scores
@@ -44,8 +44,8 @@ def policy_generates_like_an_engine(ctx: Context) -> None:
                 each(view)
             except Exception as error:
                 failures.append(f"{each.id}: {error}")
-    require(ran > 20, f"only {ran} checks applied")
-    require(not failures, "\n".join(failures))
+    require(ran > 20, "checks of policy.generate", "more than 20", ran)
+    require(not failures, "checks of policy.generate", "all pass", "\n".join(failures))
 
 
 #: Left out of P11: what a policy that generates has not (a sleep, a refit), and what takes long.
@@ -88,9 +88,10 @@ def scales_come_from_observed_magnitudes(ctx: Context) -> None:
     data, policy = ctx.prompts(*_LENGTHS), ctx.policy()
     once = policy.calibrate_qkv_fp8_scales(data, margin=1.0)
     twice = policy.calibrate_qkv_fp8_scales(data, margin=2.0)
-    require(once and once.keys() == twice.keys(), "the margin changes which scales there are")
+    same(twice.keys(), once.keys(), "names of the scales, with margin=2.0 and 1.0")
+    require(once, "scales of calibrate_qkv_fp8_scales", "at least one", once)
     flat = torch.tensor(_numbers(once)), torch.tensor(_numbers(twice))
-    require((flat[0] > 0).all(), "a scale is not above 0")
+    require((flat[0] > 0).all(), "scales", "all above 0", flat[0])
     ctx.measure("margin_error", float((flat[1] / flat[0] - 2).abs().max()), 1e-3)
 
 
@@ -109,7 +110,7 @@ def score_gives_one_float_per_row(ctx: Context) -> None:
     path = make_reward_model(ctx.directory())
     data = ctx.prompts(*range(3, 35))
     scores = ctx.fresh_policy(model_name=str(path)).score(data)["scores"]
-    require(scores.shape == (32,) and scores.dtype == torch.float32, "scores is not [B] float32")
+    same((scores.shape, scores.dtype), ((32,), torch.float32), "shape and dtype of scores")
     ids, lengths = data["input_ids"], data["input_lengths"]
     ctx.measure_error(scores, reward_scores(path, ids, lengths, ctx.settings.dtype))
 
@@ -203,7 +204,7 @@ def scales_are_of_what_a_cache_holds(ctx: Context, options: dict[str, Any]) -> N
             largest = float(values.sort().values[rank - 1])
             expected[layer, kind] = largest * options["margin"] / 448
     got = scales_by_layer(policy.calibrate_qkv_fp8_scales(data, **options))
-    require(got.keys() == expected.keys(), f"scales of {sorted(got)}, not {sorted(expected)}")
+    same(sorted(got), sorted(expected), "layers and kinds with a scale")
     errors = [abs(got[key] / expected[key] - 1) for key in expected]
     ctx.measure("scale_error", max(errors), 1e-2 if ctx.settings.dtype == "float32" else 6e-2)
 
@@ -213,10 +214,10 @@ def scales_have_their_defaults(ctx: Context) -> None:
     """The defaults are 99.9 percent, a margin of 1.05, no queries. Two calls agree."""
     data, policy = ctx.prompts(*_MIXED), ctx.policy()
     got = policy.calibrate_qkv_fp8_scales(data)
-    said = policy.calibrate_qkv_fp8_scales(data, None, 99.9, 1.05, False)
+    explicit = policy.calibrate_qkv_fp8_scales(data, None, 99.9, 1.05, False)
     again = policy.calibrate_qkv_fp8_scales(data)
-    require(got == said, f"the defaults give {got}, the same values as arguments {said}")
-    require(got == again, f"a second call gives {again} after {got}")
+    same(got, explicit, "scales by default, as with 99.9, 1.05 and False")
+    same(again, got, "scales of a second call")
 
 
 _NO_CALIBRATIONS: dict[str, dict[str, Any]] = {

@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from rl_conformance.batches import generated
 from rl_conformance.checks.common import refuses_until_a_load
-from rl_conformance.expect import fail, raises, require, same_tensor
+from rl_conformance.expect import raises, require, same, same_tensor, within
 from rl_conformance.losses import (
     LogitLikelihood,
     NanInARow,
     NanInTheGradientOfARow,
     PairLoss,
     RaisesInARow,
+    ReportingLoss,
     SequenceLikelihood,
-    TellingLoss,
 )
 from rl_conformance.reference import make_reference
 from rl_conformance.refits import run_refit
@@ -59,7 +60,8 @@ def a_copy_is_on_several_ranks(ctx: Context) -> None:
     for layout in layouts_of(ctx):
         with beside(ctx, layout) as pair:
             copies = pair.many.data_parallel_size
-            require(copies < layout.ranks, f"{layout.ranks} ranks have {copies} whole copies")
+            what = f"data_parallel_size of {layout.ranks} ranks"
+            require(copies < layout.ranks, what, f"< {layout.ranks}", copies)
 
 
 @check("P14", modules=("rl_hosting",), gpus=2, timeout_s=300.0)
@@ -98,7 +100,7 @@ def topk_is_that_of_one_rank(ctx: Context) -> None:
                     values = got["topk_logits"][row, : length - 1]
                     tokens = got["topk_indices"][row, : length - 1]
                     distinct = all(len(set(each)) == k for each in tokens.tolist())
-                    require(distinct, f"row {row} has a token twice among its {k}")
+                    require(distinct, f"topk_indices of row {row}", f"{k} different tokens", tokens)
                     if length > 1:
                         largest = logits.topk(k).values
                         ctx.measure_error(values, largest, scale=1 / heat, rounding=1.5)
@@ -121,8 +123,8 @@ def step_batch(seed: int, lengths: Sequence[int] = _OTHER_LENGTHS) -> BatchedDat
 
 
 _STEPS: tuple[tuple[LossFunction, int, int | None], ...] = (
-    (TellingLoss(), 7, 2),  # rows that copies do not share evenly
-    (TellingLoss(), 8, None),
+    (ReportingLoss(), 7, 2),  # rows that copies do not share evenly
+    (ReportingLoss(), 8, None),
     (SequenceLikelihood(), 7, 3),
     (LogitLikelihood(), 8, 1),
     (PairLoss(), 8, 2),
@@ -148,9 +150,9 @@ def take_steps(ctx: Context, kind: str) -> None:
                 data = step_batch(seed, _OTHER_LENGTHS[:rows])
                 one, many = pair.train(data, loss_fn, mbs=mbs)
                 same_step(ctx, one, many)
-                if oracle is not None and isinstance(loss_fn, TellingLoss):
+                if oracle is not None and isinstance(loss_fn, ReportingLoss):
                     _as_written_out(ctx, many, oracle.step(data))
-            same_step(ctx, *pair.train(step_batch(5), TellingLoss(), gbs=4, mbs=3))
+            same_step(ctx, *pair.train(step_batch(5), ReportingLoss(), gbs=4, mbs=3))
             moved_alike(ctx, pair)
             one_scores, scores = pair.scores(probe)
             ctx.measure_error(scores, one_scores, "float32")
@@ -158,10 +160,10 @@ def take_steps(ctx: Context, kind: str) -> None:
 
 def _as_written_out(ctx: Context, result: dict[str, Any], step: Step) -> None:
     mean, largest = ctx.tolerance_of("float32")
-    ctx.measure("loss_error_from_oracle", abs(float(result["loss"]) - step.loss), largest)
-    norm = abs(float(result["grad_norm"]) - step.grad_norm) / step.grad_norm
-    ctx.measure("grad_norm_relative_error_from_oracle", norm, max(mean, 1e-3))
-    require(abs(float(result["lr"]) / step.lr - 1) < 1e-5, f"lr is {result['lr']}, not {step.lr}")
+    ctx.measure_near("loss_error_from_oracle", result["loss"], step.loss, largest)
+    norm, name = step.grad_norm, "grad_norm_relative_error_from_oracle"
+    ctx.measure_near(name, result["grad_norm"], norm, max(mean, 1e-3), norm)
+    require(abs(float(result["lr"]) / step.lr - 1) < 1e-5, "lr", step.lr, result["lr"])
 
 
 @check("P14", modules=("rl_hosting",), gpus=2, timeout_s=300.0)
@@ -173,7 +175,8 @@ def the_reference_stays(ctx: Context) -> None:
             before = pair.many.get_reference_policy_logprobs(data)["reference_logprobs"]
             pair.train(step_batch(1), NegativeLogLikelihood())
             _, scores = pair.scores(data)
-            require(not torch.equal(scores, before), "training did not change the policy")
+            moved = not torch.equal(scores, before)
+            require(moved, "the policy's logprobs after a step", "others than before", "the same")
             after = pair.many.get_reference_policy_logprobs(data)["reference_logprobs"]
             same_tensor(after, before, "reference_logprobs")
             same_tensor(pair.scores(data)[1], scores, "logprobs")
@@ -198,7 +201,7 @@ def what_is_refused_reaches_no_rank(ctx: Context) -> None:
                 with raises(expected):
                     pair.many.train(marked, loss_fn, mbs=2)
                 same_tensor(pair.scores(data)[1], scores, "logprobs")
-            same_step(ctx, *pair.train(data, TellingLoss(), mbs=2))
+            same_step(ctx, *pair.train(data, ReportingLoss(), mbs=2))
 
 
 @check("P14", modules=("rl_hosting",), gpus=2, timeout_s=300.0)
@@ -213,13 +216,13 @@ def what_is_masked_reaches_no_rank(ctx: Context) -> None:
             _, scores = pair.scores(data)
             pair.many.prepare_for_training()
             loss = float(pair.many.train(nothing, NegativeLogLikelihood(), mbs=2)["loss"])
-            require(loss == 0, f"the loss of no rows is {loss}")
+            same(loss, 0.0, "loss of a batch in which no row counts")
             same_tensor(pair.scores(data)[1], scores, "logprobs")
             pair.steps += 1
             pair.one.prepare_for_training()
             pair.many.prepare_for_training()
-            many = pair.many.train(other, TellingLoss(), mbs=2)
-            same_step(ctx, pair.one.train(data, TellingLoss(), mbs=2), many)
+            many = pair.many.train(other, ReportingLoss(), mbs=2)
+            same_step(ctx, pair.one.train(data, ReportingLoss(), mbs=2), many)
 
 
 @check("P14", modules=("rl_hosting",), gpus=2, timeout_s=300.0)
@@ -287,7 +290,10 @@ def _goes_round(ctx: Context, layouts: Sequence[Layout], kind: str) -> None:
             policy: Any = ctx.fresh_policy(dtype="float32", **resumed)
         else:
             policy = policy_on(ctx, layout.ranks, {**resumed, **layout.config}, "float32")
-        try:
+        with ExitStack() as ending:
+            if layout is not None:
+                ending.callback(policy.shutdown)
+            ending.enter_context(within(layout.name if layout else "one rank again"))
             before = policy_weights(alone)
             for seed in (1, 2):
                 data = training_batch((9, 3, 12, 5), seed=seed)
@@ -303,11 +309,6 @@ def _goes_round(ctx: Context, layouts: Sequence[Layout], kind: str) -> None:
             weights = policy_weights(alone)
             error, name = update_error(exported, {n: weights[n] for n in exported}, before)
             ctx.measure(f"update_relative_error of {name}", error, OF_AN_UPDATE)
-        except AssertionError as failure:
-            fail(f"{layout.name if layout else 'one rank again'}: {failure}")
-        finally:
-            if layout is not None:
-                policy.shutdown()
 
 
 @refusal("policy", "sharded")
@@ -316,7 +317,8 @@ def every_rank_has_a_whole_copy(ctx: Context) -> None:
 
     Settings for the suite that name layouts all the same contradict the manifest.
     """
-    require(not named_layouts(ctx), "the manifest declares no sharded, and layouts are named")
+    named = named_layouts(ctx)
+    require(not named, "a manifest without sharded", "no layouts are named", named)
     if not ctx.target.installed:
         ctx.not_run("the backend is not installed under a name", excused=True)
 
@@ -328,7 +330,7 @@ def every_rank_has_a_whole_copy(ctx: Context) -> None:
             policy.shutdown()
 
     copies = ctx.workshop.once("copies of the model on two ranks", copies_of_two_ranks)
-    require(copies == 2, f"two ranks share {copies} copies, though sharded is not declared")
+    same(copies, 2, "data_parallel_size of two ranks, though sharded is not declared")
 
 
 @check("P14", modules=("rl_hosting",), gpus=2, timeout_s=300.0)
@@ -345,10 +347,10 @@ def evaluating_changes_nothing(ctx: Context) -> None:
         with beside(ctx, layout, "dropping", "float32") as pair:
             _, scores = pair.scores(data)
             for rows in (data, other):
-                many = pair.many.train(rows, TellingLoss(), eval_mode=True, mbs=2)
-            same_step(ctx, pair.one.train(rows, TellingLoss(), eval_mode=True), many)
+                many = pair.many.train(rows, ReportingLoss(), eval_mode=True, mbs=2)
+            same_step(ctx, pair.one.train(rows, ReportingLoss(), eval_mode=True), many)
             same_tensor(pair.scores(data)[1], scores, "logprobs")
-            same_step(ctx, *pair.train(data, TellingLoss(), mbs=3))
+            same_step(ctx, *pair.train(data, ReportingLoss(), mbs=3))
 
 
 @check("P14", modules=("rl_hosting",), gpus=2, timeout_s=300.0)
@@ -362,10 +364,11 @@ def every_rank_draws_the_same(ctx: Context) -> None:
         with beside(ctx, layout, "dropping", "float32") as pair:
             one, many = (p.generate(seeded) for p in (pair.one, pair.many))
             rows, expected = generated(seeded, many), generated(seeded, one)
-            require(rows == expected, f"seeded rows are {rows}, on one rank {expected}")
+            same(rows, expected, "tokens of rows with seeds, as on one rank")
             outputs = [many, *(pair.many.generate(prompts) for _ in "12")]
             drawn = [generated(prompts, output) for output in outputs[1:]]
-            require(drawn[0] != drawn[1], f"two calls without a seed drew the same: {drawn[0]}")
+            differ = drawn[0] != drawn[1]
+            require(differ, "tokens of two calls without a seed", "different", drawn[0])
             for output in outputs:
                 scores_fit(ctx, pair.many, prompts, output, "float32")
 

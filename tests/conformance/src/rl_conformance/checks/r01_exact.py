@@ -10,7 +10,7 @@ import torch
 from rl_conformance.batches import generated_mask
 from rl_conformance.checks.common import WAKINGS, adapted_policy, needs_adapters, train_adapters
 from rl_conformance.doubles import Engines
-from rl_conformance.expect import raises, require, same_tensor
+from rl_conformance.expect import raises, require, same, same_tensor
 from rl_conformance.figures import Timeline
 from rl_conformance.peers import RemoteGeneration
 from rl_conformance.quiet import no_progress_bars
@@ -59,7 +59,7 @@ def the_engine_equals_the_policy(ctx: Context, mode: str, verify: str) -> None:
     policy, generation = unequal_pair(ctx)
     supports(ctx, policy, mode)
     report = run_refit(policy, generation, mode=mode, verify=verify)
-    require(report.mode == mode, f"the mode was {report.mode}")
+    same(report.mode, mode, "mode of the report")
     ctx.record(Timeline.of("Phases of a refit", f"{mode}, verify={verify}", report.phases))
     equal(policy, generation)
     agree(ctx, policy, generation)
@@ -70,12 +70,12 @@ def a_delta_is_exact(ctx: Context) -> None:
     """A refit that sends only what changed leaves the engine equal; nothing changed, none sent."""
     policy, generation = unequal_pair(ctx)
     report = run_refit(policy, generation, delta=True)
-    require(report.skipped == 0, f"{report.skipped} tensors were left out of the first refit")
+    same(report.skipped, 0, "tensors skipped by the first refit of a delta")
     report = run_refit(policy, generation, delta=True)
-    require(report.tensors == 0, f"{report.tensors} tensors were sent, none had changed")
+    same(report.tensors, 0, "tensors sent by a delta after no change")
     _train(policy)
     report = run_refit(policy, generation, delta=True)
-    require(report.tensors > 0, "training changed nothing")
+    require(report.tensors > 0, "tensors sent by a delta after training", "> 0", report.tensors)
     equal(policy, generation)
     agree(ctx, policy, generation)
 
@@ -116,14 +116,16 @@ def a_refit_crosses_processes(ctx: Context) -> None:
     with RemoteGeneration(ctx, model_name=str(ctx.model("qwen2", seed=0))) as generation:
         for number, (mode, verify) in enumerate(ways, 1):
             run_refit(policy, generation, mode=mode, verify=verify)
-            require(generation.weights_version == number, f"version {generation.weights_version}")
+            same(generation.weights_version, number, "weights_version")
             _equal_there(policy, generation)
             _train(policy)
         for mode in modes_of(policy):
             report = run_refit(policy, generation, mode=mode, delta=True)
-            require(report.tensors > 0, "training changed nothing")
+            require(
+                report.tensors > 0, "tensors sent by a delta after training", "> 0", report.tensors
+            )
             report = run_refit(policy, generation, mode=mode, delta=True)
-            require(report.tensors == 0, f"{report.tensors} tensors were sent, none had changed")
+            same(report.tensors, 0, "tensors sent by a delta after no change")
             _equal_there(policy, generation)
             agree(ctx, policy, generation)  # type: ignore[arg-type]
             _train(policy)
@@ -145,7 +147,7 @@ def _equal_there(policy: Any, generation: RemoteGeneration) -> None:
         for name in expected.keys() | installed.keys()
         if expected.get(name) != installed.get(name)
     )
-    require(not wrong, f"the engine differs in {len(wrong)} tensors: {', '.join(wrong[:3])}")
+    same(wrong, [], "tensors in which the engine's process differs from the policy")
 
 
 @check("R7", cases={f"buckets_of_{n}": {"bucket_bytes": n} for n in (1024, 65536)})
@@ -153,7 +155,9 @@ def small_buckets_split_large_tensors(ctx: Context, bucket_bytes: int) -> None:
     """A bucket smaller than the largest tensor changes nothing."""
     policy, generation = unequal_pair(ctx)
     report = run_refit(policy, generation, bucket_bytes=bucket_bytes)
-    require(report.buckets > 1, f"{report.buckets} bucket; the tensors were not split")
+    require(
+        report.buckets > 1, "buckets of the refit", "> 1, as tensors are larger", report.buckets
+    )
     equal(policy, generation)
     agree(ctx, policy, generation)
 
@@ -177,8 +181,8 @@ def odd_tensors_arrive(ctx: Context, bucket_bytes: int) -> None:
     policy = ctx.closing(Trainer(odd_tensors(1, ctx.settings.device)))
     engine = ctx.closing(Engine(odd_tensors(2, ctx.settings.device)))
     report = run_refit(policy, engine, bucket_bytes=bucket_bytes, verify="installed")
-    require(report.mode == "packed", f"strided tensors were sent {report.mode}")
-    same_weights(engine.tensors, policy.tensors, "engine")
+    same(report.mode, "packed", "mode of a refit of strided tensors")
+    same_weights(engine.tensors, policy.tensors, "the engine")
 
 
 @check("R7", cases={f"buckets_of_{n}": {"bucket_bytes": n} for n in _BUCKETS})
@@ -191,7 +195,7 @@ def odd_tensors_are_read_in_place(ctx: Context, bucket_bytes: int) -> None:
     options: dict[str, Any] = {"mode": "direct", "bucket_bytes": bucket_bytes}
     run_refit(policy, Engines(*engines), verify="installed", **options)
     for engine in engines:
-        same_weights(engine.tensors, policy.tensors, "engine")
+        same_weights(engine.tensors, policy.tensors, "the engine")
 
 
 @check("R1", needs=("generation",))
@@ -202,7 +206,7 @@ def one_changed_tensor_is_enough(ctx: Context) -> None:
     for version, (name, _) in enumerate(policy.model.named_parameters(), 2):
         shuffle(policy, version, [name])
         report = run_refit(policy, engine, delta=True)
-        require(report.tensors == 1, f"{report.tensors} tensors were sent, {name} had changed")
+        same(report.tensors, 1, f"tensors sent by a delta after a change of {name}")
         exact(ctx, policy, engine, f"a delta with {name}", version)
 
 
@@ -256,7 +260,7 @@ def every_pattern_of_bits_arrives(ctx: Context) -> None:
                 values = bits.to(torch.uint8).view(parameter.dtype)
                 parameter.copy_(values.view_as(parameter))
         way(policy, engine)
-        same_weights(engine_weights(engine), policy_weights(policy), "engine")
+        same_weights(engine_weights(engine), policy_weights(policy), "the engine")
     policy.model.load_state_dict(sound)
     run_refit(policy, engine)
     exact(ctx, policy, engine, "finite weights after those", engine.weights_version)
@@ -277,7 +281,7 @@ def every_part_of_every_tensor_is_updated(
 ) -> None:
     """What changed in a small part of one tensor shows in the engine's log-probs.
 
-    They tell what the engine computes with, whatever it says that it has.
+    They show what the engine computes with, whatever it reports.
     """
     policy, engine = settable_trainer(ctx), ctx.refit_generation()
     run_refit(policy, engine)
@@ -313,7 +317,7 @@ def what_arrives_is_what_is_saved(ctx: Context) -> None:
         policy.save_checkpoint(str(path))
         installed = engine_weights(engine)
         saved = {k: v.to(installed[k].dtype) for k, v in checkpoint_weights(path).items()}
-        same_weights({name: installed[name] for name in saved}, saved, "engine")
+        same_weights({name: installed[name] for name in saved}, saved, "the engine")
 
 
 @check("R7", needs=("generation",), cases={f: {"family": f} for f in ("llama", "qwen3")})

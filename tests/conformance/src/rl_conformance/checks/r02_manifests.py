@@ -8,7 +8,7 @@ import msgspec
 import torch
 
 from rl_conformance.checks.common import change_nothing
-from rl_conformance.expect import raises, require
+from rl_conformance.expect import raises, require, same
 from rl_conformance.refits import run_refit, unequal_pair
 from rl_conformance.registry import check
 from rl_conformance.served import greedy, same_output
@@ -32,12 +32,13 @@ def the_manifest_describes_the_checkpoint(ctx: Context) -> None:
     info: Any = policy.prepare_refit_info()
     described = {item["name"]: item for item in info["tensors"]}
     saved = checkpoint_weights(ctx.model())
-    require(saved.keys() <= described.keys(), f"missing: {saved.keys() - described.keys()}")
+    same(sorted(saved.keys() - described.keys()), [], "tensors missing in prepare_refit_info")
     for name, tensor in saved.items():
         item = described[name]
-        require(tuple(item["shape"]) == tuple(tensor.shape), f"{name}: shape {item['shape']}")
-        require(item["dtype"] == ctx.settings.dtype, f"{name}: dtype {item['dtype']}")
-        require(item["role"] in ("parameter", "buffer"), f"{name}: role {item['role']}")
+        same(tuple(item["shape"]), tuple(tensor.shape), f"shape of {name}")
+        same(item["dtype"], ctx.settings.dtype, f"dtype of {name}")
+        known = item["role"] in ("parameter", "buffer")
+        require(known, f"role of {name}", "parameter or buffer", item["role"])
 
 
 @check("R2")
@@ -46,14 +47,14 @@ def tied_tensors_are_declared(ctx: Context) -> None:
     policy = ctx.fresh_policy(model_name=str(ctx.model("qwen2", seed=1)))
     info: Any = policy.prepare_refit_info()
     aliases = [item for item in info["tensors"] if item["alias_of"]]
-    require(len(aliases) == 1, f"aliases: {[item['name'] for item in aliases]}")
+    require(len(aliases) == 1, "tensors with alias_of", "the output head", aliases)
     groups = {item["alias_group"] for item in info["tensors"] if item["alias_group"]}
-    require(len(groups) == 1, f"alias groups: {groups}")
+    require(len(groups) == 1, "alias groups", "one", groups)
 
 
 def _without_one(specs: list[TensorSpec]) -> tuple[list[TensorSpec], str]:
-    gone = next(s for s in specs if s.name.endswith("layers.1.mlp.up_proj.weight"))
-    return [s for s in specs if s is not gone], gone.name
+    left_out = next(s for s in specs if s.name.endswith("layers.1.mlp.up_proj.weight"))
+    return [s for s in specs if s is not left_out], left_out.name
 
 
 def _changed(specs: list[TensorSpec], **how: Any) -> tuple[list[TensorSpec], str]:
@@ -87,8 +88,8 @@ def a_mismatch_is_named_and_nothing_is_touched(ctx: Context, kind: str, change: 
     tampered = info | {"tensors": manifest.info, "digest": manifest.digest}
     with raises(ManifestMismatchError, name) as caught:
         generation.prepare_refit_info(tampered)
-    require(caught.error.details[kind] == [name], f"details[{kind!r}] is not [{name!r}]")
-    require(generation.weights_version == 0, f"the version is {generation.weights_version}")
+    same(caught.error.details[kind], [name], f"details[{kind!r}] of the error")
+    same(generation.weights_version, 0, "weights_version after the refused call")
     same_output(ctx, greedy(ctx, generation, seed=0), before)
 
 
@@ -102,8 +103,8 @@ def the_source_matches_its_description(ctx: Context) -> None:
     described = policy.prepare_refit_info()
     for _ in range(2):
         again = policy.prepare_refit_info()
-        require(again["tensors"] == described["tensors"], "the description changed")
-        require(again["digest"] == described["digest"], "the digest changed")
+        same(again["tensors"], described["tensors"], "tensors of a second prepare_refit_info")
+        same(again["digest"], described["digest"], "digest of a second prepare_refit_info")
         source = make()
         specs = {spec.name: spec for spec in source.specs() if spec.alias_of is None}
         before = policy_weights(policy)
@@ -112,18 +113,19 @@ def the_source_matches_its_description(ctx: Context) -> None:
             given = [
                 (name, tensor.detach().cpu().clone()) for name, tensor in source.tensors(chosen)
             ]
-            require([n for n, _ in given] == chosen, "other tensors than those asked for, or order")
+            same([n for n, _ in given], chosen, "names that the source's tensors(names) gives")
             for name, tensor in given:
                 wanted = specs[name]
-                as_described = (tuple(tensor.shape), tensor.dtype) == (
-                    wanted.shape,
-                    wanted.torch_dtype,
-                )
-                require(as_described, name)
-            same_weights(dict(given), {name: before[name] for name in chosen}, "asked for some")
+                got = tuple(tensor.shape), tensor.dtype
+                same(got, (wanted.shape, wanted.torch_dtype), f"shape and dtype of {name}")
+            same_weights(
+                dict(given), {name: before[name] for name in chosen}, "tensors(names) of some names"
+            )
         kept = source.persistent()
         if kept is not None:
-            require(specs.keys() <= kept.keys(), "persistent() lacks names")
+            same(
+                sorted(specs.keys() - kept.keys()), [], "names missing in the source's persistent()"
+            )
             same_weights(
                 {n: kept[n].detach().cpu() for n in specs},
                 {n: before[n] for n in specs},
@@ -147,11 +149,12 @@ def the_sink_matches_its_description(ctx: Context) -> None:
         shuffle(policy, seed)
         run_refit(policy, engine)
         sink = make()
-        require({spec.name: spec for spec in sink.specs()} == first, "the description changed")
+        again = {spec.name: spec for spec in sink.specs()}
+        require(again == first, "specs of the sink after a refit", first, again)
         names, ours = sorted(first, reverse=True), policy_weights(policy)
         for chosen in (names, names[::3], []):
             given = [(name, tensor.detach().cpu().clone()) for name, tensor in sink.read(chosen)]
-            require([n for n, _ in given] == chosen, "other tensors than those asked for, or order")
+            same([n for n, _ in given], chosen, "names that the sink's read(names) gives")
             expected = {n: ours[n].to(getattr(torch, first[n].dtype)) for n in chosen}
             same_weights(dict(given), expected, "read back")
 
@@ -194,7 +197,7 @@ def refused_descriptions_change_nothing(ctx: Context) -> None:
             "no tensors": lambda: of([]),
             "nothing": dict,
         }
-        require(tied.name != owner.name, "a tied tensor is its own owner")
+        require(tied.name != owner.name, "the suite's own tied tensor", "two names", tied.name)
         return {
             name: lambda make=make: engine.prepare_refit_info(make())  # type: ignore[misc]
             for name, make in wrong.items()

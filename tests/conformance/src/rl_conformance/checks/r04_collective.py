@@ -10,7 +10,7 @@ from torch import distributed as dist
 
 from rl_conformance.checks.common import refit_in_sequence
 from rl_conformance.doubles import Engines
-from rl_conformance.expect import raises, require
+from rl_conformance.expect import raised, raises, require, same
 from rl_conformance.peers import RemoteGeneration
 from rl_conformance.reference import make_reference
 from rl_conformance.refits import DEADLINE_S, agree, equal, fresh_engine, run_refit
@@ -73,7 +73,7 @@ def _exact_twice(ctx: Context, side: str, older: bool, count: int, trainers: int
         receiving = engines.update_weights_from_collective(**given, deadline_s=DEADLINE_S)
         wait([*sending, *receiving], DEADLINE_S + 10)
         for engine in engines.engines:
-            require(engine.weights_version == version, f"version {engine.weights_version}")
+            same(engine.weights_version, version, "weights_version")
             equal(policy, engine)
             agree(ctx, policy, engine)
         policy.prepare_for_training()
@@ -102,17 +102,18 @@ def _one_call(ctx: Context, side: str) -> None:
     try:
         for verify in ("wire", "installed", "none"):
             report = run_refit(policy, engine, transport="collective", verify=verify)
-            require(report.transport == "collective", f"it went over {report.transport}")
+            same(report.transport, "collective", "transport of the report")
             equal(policy, engine)
             policy.prepare_for_training()
             policy.train(training_batch((9, 14, 6)), NegativeLogLikelihood())
         run_refit(policy, engine, transport="collective", delta=True)
         equal(policy, engine)
         agree(ctx, policy, engine)
-        require(dist.group.WORLD is group, "the default process group is another one")
+        unchanged = dist.group.WORLD is group
+        require(unchanged, "torch's default process group", "the same as before", "another")
         total = torch.ones(1)
         dist.all_reduce(total)
-        require(total.item() == 1, "the default process group has other members")
+        same(total.item(), 1.0, "members of torch's default process group")
     finally:
         if ours:
             dist.destroy_process_group()
@@ -147,11 +148,13 @@ def a_group_crosses_processes_and_survives_a_kill(ctx: Context) -> None:
         error = sending.exception(DEADLINE_S + 10)
         took = time.monotonic() - started
         for future in receiving:
-            require(future.exception(DEADLINE_S + 10), "a refit with a killed engine committed")
-        require(isinstance(error, RefitError), f"not a RefitError but {error!r}")
-        require(took < DEADLINE_S, f"it took {took:.1f} s, the deadline is {DEADLINE_S:g} s")
+            raised(future.exception(DEADLINE_S + 10), Exception)
+        raised(error, RefitError)
+        require(
+            took < DEADLINE_S, "seconds until the refit ended", f"< {DEADLINE_S:g}", f"{took:.1f}"
+        )
         named = any(str(pid) in str(error) for pid in pids)
-        require(named, f"the peer {pids} is not named: {error}")
+        require(named, "the RefitError", f"it names a process of {pids}", error)
     recovered = Engines(both.engines[1], _engine(ctx, "engine"))
     run_refit(policy, recovered, transport="collective")
     for engine in recovered.engines:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from rl_conformance.checks.common import change_nothing
-from rl_conformance.expect import raises, require
+from rl_conformance.expect import raises, same
 from rl_conformance.refits import DEADLINE_S, agree, equal, run_refit, unequal_pair
 from rl_conformance.registry import check
 from rl_conformance.training import NegativeLogLikelihood, training_batch
@@ -24,9 +24,9 @@ def the_older_methods_are_exact(ctx: Context) -> None:
     """One group, one ticket, one update_weights, which commits."""
     policy, generation = unequal_pair(ctx)
     ticket = ticket_for(policy, generation)
-    require(generation.weights_version == 0, "the version moved before the ticket was taken")
-    require(generation.update_weights(ticket) is True, "no True")
-    require(generation.weights_version == 1, f"the version is {generation.weights_version}")
+    same(generation.weights_version, 0, "weights_version before update_weights")
+    same(generation.update_weights(ticket), True, "result of update_weights")
+    same(generation.weights_version, 1, "weights_version after update_weights")
     equal(policy, generation)
     agree(ctx, policy, generation)
 
@@ -48,7 +48,7 @@ def a_ticket_is_for_one_refit(ctx: Context) -> None:
     for ticket in (old, taken | {"deadline_s": 1.0}):
         with raises(RLError):
             engine.update_weights(ticket)
-    require(engine.weights_version == before + 2, f"the version is {engine.weights_version}")
+    same(engine.weights_version, before + 2, "weights_version after tickets that were used up")
     same_weights(engine_weights(engine), weights, "after tickets that were used up")
     exact(ctx, policy, engine, "a refit by a ticket", before + 2)
     run_refit(policy, engine, delta=True)
@@ -92,6 +92,6 @@ def tickets_never_mix_two_states(ctx: Context) -> None:
         policy.train(training_batch((9, 14, 6)), NegativeLogLikelihood())
         with raises(RLError):
             engine.update_weights(ticket)
-        require(engine.weights_version == 1, f"it committed version {engine.weights_version}")
+        same(engine.weights_version, 1, "weights_version after the refused ticket")
     by_ticket(policy, engine)
     equal(policy, engine)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from rl_conformance.checks.common import refit_in_sequence
-from rl_conformance.expect import raises, require
+from rl_conformance.expect import raises, same
 from rl_conformance.leftovers import Leftovers
 from rl_conformance.memory import MemoryPeak
 from rl_conformance.refits import MODES, equal, run_refit, supports, unequal_pair
@@ -61,15 +61,15 @@ def _repeat(ctx: Context, policy: Any, generation: Any, **options: Any) -> None:
     refit(_WARM)
     before = Leftovers.now()
     refit(_REFITS - _WARM - _WATCHED)
-    for look in range(_LOOKS):  # noqa: B007 - how often is asked below
+    for look in range(_LOOKS):  # noqa: B007 - the number is used below
         peak = MemoryPeak()
         refit(_WATCHED)
         if (growth := peak.resident()) <= _MOST_GROWTH:
             break
     refits = _REFITS + _WATCHED * look
-    require(generation.weights_version == refits, f"version {generation.weights_version}")
+    same(generation.weights_version, refits, f"weights_version after {refits} refits")
     grown = before.wait_until_back()
-    require(not grown, f"{refits - _WARM} refits left behind: {grown}")
+    same(grown, [], f"left behind by {refits - _WARM} refits")
     ctx.measure("memory_growth", growth, _MOST_GROWTH, "bytes")
 
 
@@ -114,7 +114,7 @@ def staged_isolation_is_refused(ctx: Context) -> None:
     before = greedy(ctx, generation, seed=0)
     with raises(CapabilityError):
         run_refit(policy, generation, isolation="staged")
-    require(generation.weights_version == 0, f"the version is {generation.weights_version}")
+    same(generation.weights_version, 0, "weights_version after the refused refit")
     same_output(ctx, greedy(ctx, generation, seed=0), before)
 
 

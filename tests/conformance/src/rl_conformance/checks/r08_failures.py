@@ -8,7 +8,7 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from rl_conformance.checks.common import fresh_doubles, renew_tensors
-from rl_conformance.expect import fail, raises, require
+from rl_conformance.expect import fail, raised, raises, require, same
 from rl_conformance.faults import (
     at_the_first_bucket,
     casting_down,
@@ -70,10 +70,10 @@ def a_killed_engine_is_reported(ctx: Context, method: str, count: int) -> None:
         started = time.monotonic()
         error = _failure_of(policy, generation)
         took = time.monotonic() - started
-        require(took < DEADLINE_S, f"it took {took:.1f} s, the deadline is {DEADLINE_S:g} s")
-        require(isinstance(error, RefitError), f"not a RefitError but {error!r}")
+        require(took < DEADLINE_S, "seconds until the error", f"< {DEADLINE_S:g}", f"{took:.1f}")
+        raised(error, RefitError)
         named = any(str(pid) in str(error) for pid in pids)
-        require(named, f"the peer {pids} is not named: {error}")
+        require(named, "the RefitError", f"it names a process of {pids}", error)
         del error  # its traceback has the tensors that were to be sent
     survivor = fresh_engine(ctx)
     run_refit(policy, survivor)
@@ -81,18 +81,18 @@ def a_killed_engine_is_reported(ctx: Context, method: str, count: int) -> None:
     survivor.shutdown()
     policy.shutdown()
     left = [name for name in before.wait_until_back() if "file descriptor" not in name]
-    require(not left, f"left behind: {left}")
+    same(left, [], "left behind after both sides were shut down")
 
 
 def _failure_of(policy: Any, generation: RemoteGeneration) -> BaseException:
-    """What the trainer's own future ends with; the killed engine's cannot say anything."""
+    """The error of the trainer's future; the killed engine has none."""
     generation.prepare_refit_info(policy.prepare_refit_info())
     (sending,) = policy.send_weights(deadline_s=DEADLINE_S)
     (receiving,) = generation.receive_weights(deadline_s=DEADLINE_S)
     error = sending.exception(DEADLINE_S + 10)
     receiving.exception(DEADLINE_S)
     if error is None:
-        fail("the trainer reports success with an engine that was killed")
+        fail("a refit with an engine that was killed", "an error of the trainer", "success")
     assert isinstance(error, BaseException)
     return error
 
@@ -120,12 +120,13 @@ def a_killed_trainer_is_survived(ctx: Context, method: str, count: int) -> None:
         killed.send_weights(bucket_bytes=4096, deadline_s=DEADLINE_S)
         (receiving,) = generation.receive_weights(deadline_s=DEADLINE_S)
         error = receiving.exception(DEADLINE_S + 10)
-        require(isinstance(error, RefitError), f"not a RefitError but {error!r}")
+        raised(error, RefitError)
     try:
         same_output(ctx, greedy(ctx, generation, seed=0), before)
-    except WeightsTornError:
-        require(count > 0 or method == "confirm", "torn although nothing had been sent")
-    require(generation.weights_version == 0, f"the version is {generation.weights_version}")
+    except WeightsTornError as torn:
+        begun = count > 0 or method == "confirm"
+        require(begun, "generate, before anything was sent", "it serves the old weights", torn)
+    same(generation.weights_version, 0, "weights_version after the trainer was killed")
     run_refit(policy, generation)
     equal(policy, generation)
     agree(ctx, policy, generation)
@@ -142,7 +143,7 @@ def torn_weights_are_never_served(ctx: Context, fault: Any, how: dict[str, Any])
     """After an engine that fails midway generate refuses, until a full refit commits."""
     policy, generation = unequal_pair(ctx)
     with in_the_engine(generation, fault, **how):
-        require(attempt(policy, generation) is not None, "a refit that failed is reported as done")
+        raised(attempt(policy, generation), Exception)
     with raises(WeightsTornError):
         greedy(ctx, generation, seed=0)
     run_refit(policy, generation)
@@ -168,7 +169,7 @@ def a_loader_that_does_not_load_is_caught(ctx: Context, fault: Any) -> None:
         ctx.not_run("the engine is not written in place", excused=True)
     with in_the_engine(generation, fault, tensor=_TENSOR):
         _is_corrupted(attempt(policy, generation, verify="installed"))
-    require(generation.weights_version == 0, f"the version is {generation.weights_version}")
+    same(generation.weights_version, 0, "weights_version after the failed refit")
     with raises(WeightsTornError):
         greedy(ctx, generation, seed=0)
     run_refit(policy, generation, verify="installed")
@@ -188,16 +189,15 @@ def what_a_delta_left_out_is_read_back_too(ctx: Context, mode: str) -> None:
     spec = next(spec for spec in sink.specs() if spec.name == _TENSOR)
     sink.write(_TENSOR, 7, installed.reshape(-1)[7:8] + 1, of=spec)  # the fault
     _is_corrupted(attempt(policy, generation, **options))
-    require(generation.weights_version == 1, f"the version is {generation.weights_version}")
+    same(generation.weights_version, 1, "weights_version after the failed refit")
     report = run_refit(policy, generation, **options)
-    require(report.skipped == 0, "the next refit still trusts what the engine holds")
+    same(report.skipped, 0, "tensors that the refit after a failure skips")
     equal(policy, generation)
     agree(ctx, policy, generation)
 
 
 def _is_corrupted(error: BaseException | None) -> None:
-    require(isinstance(error, RefitCorrupted), f"not RefitCorrupted but {error!r}")
-    require("up_proj" in str(error), f"the tensor is not named: {error}")
+    raised(error, RefitCorrupted, "up_proj")
 
 
 @check("R8", needs=("generation",))
@@ -213,7 +213,7 @@ def only_a_full_refit_ends_a_torn_state(ctx: Context) -> None:
         fault, how = (failing_write, {"after": 3}) if number % 2 else (failing_finish, {})
         with in_the_engine(engine, fault, **how):
             failed = attempt(policy, engine, delta=number == 3)
-        require(failed is not None, "a refit that failed is reported as done")
+        raised(failed, Exception)
         engine.prepare_refit_info(policy.prepare_refit_info() or {})
         with raises(WeightsTornError):
             engine.generate(ctx.prompts(5), greedy=True)
@@ -221,12 +221,13 @@ def only_a_full_refit_ends_a_torn_state(ctx: Context) -> None:
         engine.prepare_for_generation()
         with raises(WeightsTornError):
             engine.generate(ctx.prompts(5), greedy=True)
-        require(engine.weights_version == before, f"the version is {engine.weights_version}")
-        if number > 1 + len(ways):  # the engine has lost what it had, should it be asked for again
+        same(engine.weights_version, before, "weights_version while the weights are torn")
+        if number > 1 + len(ways):  # the weights that the engine had before
             policy.model.load_state_dict(committed)
         way(policy, engine)
         version = engine.weights_version
-        require(version > before, f"{name} after a failure: version {version}")
+        what = f"weights_version after a failure, and a refit ({name})"
+        require(version > before, what, f"> {before}", version)
         exact(ctx, policy, engine, f"{name} after a failure", version)
 
 
@@ -262,7 +263,7 @@ def a_refit_gets_its_turn(ctx: Context) -> None:
         wait(busy, DEADLINE_S)
     exact(ctx, policy, engine, "after refits of a busy engine", 3)
     mixed = [versions for versions, _ in rows if len(set(versions)) > 1]
-    require(not mixed, f"one call gave rows of the versions {mixed[:1]}")
+    same(mixed[:1], [], "calls whose rows are of two versions")
     last = engine.generate(data, greedy=True)["logprobs"]
     for versions, logprobs in rows:
         if versions[0] == 3:
@@ -277,11 +278,11 @@ def weights_that_are_dropped_meanwhile_stay_torn(ctx: Context, isolation: str) -
     renew_tensors(policy, 3)
     with at_the_first_bucket(engine.receiver.dropped):
         error = attempt(policy, engine, isolation=isolation, bucket_bytes=_BUCKET)
-    require(isinstance(error, RLError), f"not an error of ours but {error!r}")
-    require(engine.weights_version == 1, f"it committed version {engine.weights_version}")
+    raised(error, RLError)
+    same(engine.weights_version, 1, "weights_version after the weights were dropped")
     with raises(WeightsTornError):
         engine.receiver.check()
     report = run_refit(policy, engine, delta=True)
-    require(not report.skipped, f"{report.skipped} tensors that were dropped were not sent")
+    same(report.skipped, 0, "dropped tensors that the next delta skips")
     engine.receiver.check()
-    same_weights(engine.tensors, policy.tensors, "engine")
+    same_weights(engine.tensors, policy.tensors, "the engine")

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from unittest import mock
 
 from rl_conformance.checks.common import frames_of, fresh_doubles, messages_of, renew_tensors
-from rl_conformance.expect import require
+from rl_conformance.expect import raised, require, same
 from rl_conformance.faults import at_the_first_bucket
 from rl_conformance.refits import (
     MODES,
@@ -135,9 +135,10 @@ def a_disturbed_message_never_commits(ctx: Context, line: type[_Line], way: Any)
 
     with mock.patch.object(ControlServer, "send", carry):
         error = attempt(policy, engine, bucket_bytes=4096, deadline_s=3.0, **way)
-    require(len(disturbed.sent) > 3, "the refit ended before the message was disturbed")
-    require(isinstance(error, RLError), f"not an error of ours but {error!r}")
-    require(engine.weights_version == 1, f"it committed version {engine.weights_version}")
+    sent = len(disturbed.sent)
+    require(sent > 3, "the suite's own fault", "a refit of more than 3 messages", sent)
+    raised(error, RLError)
+    same(engine.weights_version, 1, "weights_version after the disturbed refit")
     _recovers(policy, engine, way)
 
 
@@ -176,8 +177,8 @@ def damaged_bytes_never_commit(ctx: Context, way: Any) -> None:
         at_the_first_bucket(damage),
     ):
         error = attempt(policy, engine, bucket_bytes=4096, deadline_s=10.0, **way)
-    require(isinstance(error, RefitCorrupted), f"not RefitCorrupted but {error!r}")
-    require(engine.weights_version == 1, f"it committed version {engine.weights_version}")
+    raised(error, RefitCorrupted)
+    same(engine.weights_version, 1, "weights_version after the damaged refit")
     _recovers(policy, engine, way)
 
 
@@ -193,8 +194,8 @@ def weights_that_change_meanwhile_never_commit(ctx: Context, mode: str) -> None:
 
     with at_the_first_bucket(train):
         error = attempt(policy, generation, mode=mode, bucket_bytes=4096)
-    require(isinstance(error, RLError), f"not an error of ours but {error!r}")
-    require(generation.weights_version == 0, f"it committed version {generation.weights_version}")
+    raised(error, RLError)
+    same(generation.weights_version, 0, "weights_version after a step during the refit")
     run_refit(policy, generation, mode=mode)
     equal(policy, generation)
     agree(ctx, policy, generation)
@@ -213,11 +214,12 @@ def the_reference_may_score_during_a_refit(ctx: Context) -> None:
 
     with at_the_first_bucket(score):
         error = attempt(policy, generation, mode="packed", bucket_bytes=4096)
-    require(error is None or isinstance(error, LifecycleError | RefitError), f"{error!r}")
+    if error is not None:
+        raised(error, (LifecycleError, RefitError))
     if error is None:
         equal(policy, generation)
     else:
-        require(generation.weights_version == 0, f"version {generation.weights_version}")
+        same(generation.weights_version, 0, "weights_version after the failed refit")
     run_refit(policy, generation)
     equal(policy, generation)
 
@@ -251,12 +253,12 @@ def committed_weights_are_the_trainers(ctx: Context) -> None:
         at_the_first_bucket(lambda: ready.append(lanes[-1].data)),
     ):
         error = attempt(policy, engine, mode="packed")
-    require(not ready, "the memory was not disturbed")
+    require(not ready, "the suite's own fault", "memory that changes", "it did not")
     if error is None:
-        same_weights(engine.tensors, policy.tensors, "engine")
+        same_weights(engine.tensors, policy.tensors, "the engine")
     else:
-        require(isinstance(error, RLError), f"not an error of ours but {error!r}")
-        require(engine.weights_version == 1, f"it committed version {engine.weights_version}")
+        raised(error, RLError)
+        same(engine.weights_version, 1, "weights_version after the failed refit")
     run_refit(policy, engine, mode="packed", delta=True)
     same_weights(engine.tensors, policy.tensors, "engine after a delta")
 
@@ -294,9 +296,9 @@ def a_disturbed_answer_never_commits(ctx: Context, sent: Any) -> None:
         return frame
 
     def answer(client: ControlClient, frame: bytes) -> None:
-        said = sent(frame, before) if len(before) == _AMID else [frame]
+        answers = sent(frame, before) if len(before) == _AMID else [frame]
         before.append(frame)
-        for one in said:
+        for one in answers:
             send(client, one)
 
     with (
@@ -304,9 +306,10 @@ def a_disturbed_answer_never_commits(ctx: Context, sent: Any) -> None:
         mock.patch.object(ControlClient, "receive", hear),
     ):
         error = attempt(policy, engine, bucket_bytes=_BUCKET, deadline_s=2.0)
-    require(len(before) > _AMID, "the refit ended before an answer was disturbed")
-    require(isinstance(error, RLError), f"not an error of ours but {error!r}")
-    require(engine.weights_version == 1, f"it committed version {engine.weights_version}")
+    count = len(before)
+    require(count > _AMID, "the suite's own fault", f"a refit of > {_AMID} answers", count)
+    raised(error, RLError)
+    same(engine.weights_version, 1, "weights_version after the disturbed refit")
     run_refit(policy, engine)
     same_weights(engine.tensors, policy.tensors, "engine after the next refit")
 
@@ -333,26 +336,27 @@ def a_refit_that_was_recorded_is_not_played_again(ctx: Context, side: str) -> No
         if error[0] is None:
             same_weights(engine.tensors, policy.tensors, f"with the recorded frame {place}")
         else:
-            require(isinstance(error[0], RLError), f"not an error of ours but {error[0]!r}")
+            raised(error[0], RLError)
         run_refit(policy, engine, bucket_bytes=_BUCKET)
-        require(engine.weights_version > before, "no refit commits any more")
+        found = engine.weights_version
+        require(found > before, "weights_version after the next refit", f"> {before}", found)
         same_weights(engine.tensors, policy.tensors, "engine after the next refit")
 
 
 @check("R9", needs=(CORE,))
 def digests_over_a_network_need_the_token(ctx: Context) -> None:
-    """Two trainers of the same tensors tell other digests of them where strangers can listen."""
-    told: list[set[bytes]] = []
+    """Two trainers of the same tensors send different digests where strangers can listen."""
+    digests: list[set[bytes]] = []
     for _ in range(2):
         policy, engine = fresh_doubles(ctx)
-        said = messages_of(lambda: run_refit(policy, engine, transport="collective"))  # noqa: B023
-        told.append(
+        sent = messages_of(lambda: run_refit(policy, engine, transport="collective"))  # noqa: B023
+        digests.append(
             {
                 m.digests[n : n + 16]
-                for m in said
+                for m in sent
                 if isinstance(m, BucketReady)
                 for n in range(0, len(m.digests), 16)
             }
         )
-    require(all(told), "no digests were sent")
-    require(not told[0] & told[1], "digests do not depend on the token")
+    require(all(digests), "digests of the buckets", "some from each trainer", digests)
+    same(digests[0] & digests[1], set(), "digests that two trainers share")

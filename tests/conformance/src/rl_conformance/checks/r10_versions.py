@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from rl_conformance.checks.common import change_nothing
-from rl_conformance.expect import raises, require
+from rl_conformance.expect import raised, raises, require, same
 from rl_conformance.faults import failing_write, in_the_engine
 from rl_conformance.refits import attempt, equal, run_refit, unequal_pair
 from rl_conformance.registry import check
@@ -28,9 +28,9 @@ if TYPE_CHECKING:
 def the_version_moves_on_commit(ctx: Context) -> None:
     """Before the refit 0, after it 1, and every row has it, with the number of the trainer."""
     policy, generation = unequal_pair(ctx)
-    require(generation.weights_version == 0, f"at first it is {generation.weights_version}")
+    same(generation.weights_version, 0, "weights_version before the refit")
     report = run_refit(policy, generation)
-    require(report.version == generation.weights_version == 1, f"after it: {report.version}")
+    same((report.version, generation.weights_version), (1, 1), "versions of report and engine")
     made_by(greedy(ctx, generation, seed=0), 1, report.origin)
 
 
@@ -41,18 +41,19 @@ def versions_of_two_trainers_are_distinguished(ctx: Context) -> None:
     two = ctx.fresh_policy(model_name=str(ctx.model("qwen2", seed=2)))
     origins: list[int] = []
     for policy in (one, two, one):
-        with warnings.catch_warnings(record=True) as said:
+        with warnings.catch_warnings(record=True) as seen:
             warnings.simplefilter("always")
             report = run_refit(policy, generation, version=5)
         made_by(greedy(ctx, generation, seed=0), 5, report.origin)
-        require(generation.weights_origin == report.origin, f"{report.origin} is not the engine's")
+        same(generation.weights_origin, report.origin, "weights_origin, as in the report")
         before = [(engine["version"], engine["origin"]) for engine in report.taken_over]
         expected = [(5, origin) for origin in origins[-1:]]
-        require(before == expected, f"it reports that {before} served before, not {expected}")
-        told = sum(issubclass(warning.category, LoopWarning) for warning in said)
-        require(told == (policy is two), f"{told} warnings of another trainer")
+        same(before, expected, "version and origin of the engines that the report takes over")
+        count = sum(issubclass(warning.category, LoopWarning) for warning in seen)
+        same(count, int(policy is two), "LoopWarnings of another trainer")
         origins.append(report.origin)
-    require(origins[0] == origins[2] != origins[1], f"origins of two trainers: {origins}")
+    differ = origins[0] == origins[2] != origins[1]
+    require(differ, "origins of trainers 1, 2 and 1", "one number for each trainer", origins)
 
 
 @check("R10")
@@ -60,9 +61,9 @@ def a_given_version_is_used(ctx: Context) -> None:
     """version=7 commits as 7, and the next one as 8."""
     policy, generation = unequal_pair(ctx)
     run_refit(policy, generation, version=7)
-    require(generation.weights_version == 7, f"the version is {generation.weights_version}")
+    same(generation.weights_version, 7, "weights_version")
     run_refit(policy, generation)
-    require(generation.weights_version == 8, f"the next version is {generation.weights_version}")
+    same(generation.weights_version, 8, "weights_version after the next refit")
 
 
 @check("R10")
@@ -70,8 +71,8 @@ def a_failed_refit_does_not_move_the_version(ctx: Context) -> None:
     """A loader that raises leaves the old version number."""
     policy, generation = unequal_pair(ctx)
     with in_the_engine(generation, failing_write, after=3):
-        require(attempt(policy, generation) is not None, "a refit that failed is reported as done")
-    require(generation.weights_version == 0, f"the version is {generation.weights_version}")
+        raised(attempt(policy, generation), Exception)
+    same(generation.weights_version, 0, "weights_version after the failed refit")
 
 
 @check("R10")
@@ -86,7 +87,8 @@ def caches_do_not_outlive_the_version(ctx: Context) -> None:
     fresh.prepare_for_generation()
     new, expected = (greedy(ctx, engine, seed=1) for engine in (generation, fresh))
     same_output(ctx, new, expected)
-    require(not torch.equal(old["output_ids"], new["output_ids"]), "the refit changed nothing")
+    changed = not torch.equal(old["output_ids"], new["output_ids"])
+    require(changed, "output_ids after the refit", "others than before", "the same")
     first = torch.arange(3), long["input_lengths"]
     scores = [e.generate(long, greedy=True)["logprobs"][first] for e in (generation, fresh)]
     ctx.measure_error(*scores, scale=2, rounding=2)
@@ -105,7 +107,7 @@ def a_version_may_go_back_with_its_weights(ctx: Context) -> None:
         run_refit(policy, engine, version=version)
         exact(ctx, policy, engine, f"refit {seed + 1}", version)
         rows = engine.generate(ctx.prompts(5, 150, 3), greedy=True)["weights_version"].tolist()
-        require(rows == [version] * 3, f"rows of version {version} say {rows}")
+        same(rows, [version] * 3, "weights_version of the rows")
 
 
 @check("R10")

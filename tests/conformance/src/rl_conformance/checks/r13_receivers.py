@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from rl_conformance.doubles import Engines, broken_tensor
-from rl_conformance.expect import require
+from rl_conformance.expect import raised, same
 from rl_conformance.faults import InjectedFault
 from rl_conformance.refits import (
     DEADLINE_S,
@@ -39,9 +39,9 @@ def all_receivers_advance(ctx: Context) -> None:
     policy, first = unequal_pair(ctx)
     second = fresh_engine(ctx)
     report = run_refit(policy, Engines(first, second))
-    require(report.receivers == 2, f"{report.receivers} receivers took part")
+    same(report.receivers, 2, "receivers of the report")
     for engine in (first, second):
-        require(engine.weights_version == 1, f"an engine is at {engine.weights_version}")
+        same(engine.weights_version, 1, "weights_version of each engine")
         equal(policy, engine)
 
 
@@ -60,12 +60,12 @@ def no_receiver_advances_alone(ctx: Context, mode: str) -> None:
             receiving = both.receive_weights(deadline_s=DEADLINE_S)
             error = sending.exception(DEADLINE_S + 10)
             concurrent.futures.wait(receiving, DEADLINE_S)
-        require("engine-3" in str(error), f"the failed engine is not named: {error!r}")
+        raised(error, Exception, "engine-3")
         versions = [engine.weights_version for engine in engines]
-        require(versions == [0, 0], f"after a failure the versions are {versions}")
+        same(versions, [0, 0], "weights_version of both engines after one failed")
     run_refit(policy, both, mode=mode)
     for engine in engines:
-        same_weights(engine.tensors, policy.tensors, "engine")
+        same_weights(engine.tensors, policy.tensors, "the engine")
 
 
 @contextmanager
@@ -116,13 +116,13 @@ def _in_turn(
         versions[engine] = sent[trainer]
         what = f"turn {step}: trainer {trainer} to engine {engine}"
         exact(ctx, trainers[trainer], engines[engine], what, versions[engine], dtypes[engine])
-        whose = engines[engine].weights_origin
-        require(origins.setdefault(trainer, whose) == whose, f"{what}: the origin is {whose}")
+        origin = engines[engine].weights_origin
+        same(origin, origins.setdefault(trainer, origin), f"{what}: weights_origin")
         served[engine] = engines[engine].generate(data, greedy=True)
         other = 1 - engine
         if served[other] is not None:
             found = engines[other].weights_version
-            require(found == versions[other], f"{what}: the other engine went to version {found}")
+            same(found, versions[other], f"{what}: weights_version of the other engine")
             again = engines[other].generate(data, greedy=True)
             ctx.measure_error(again["logprobs"], served[other]["logprobs"], dtypes[other])
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from rl_conformance.expect import raises, require
+from rl_conformance.expect import raises, require, same
 from rl_conformance.reference import make_reference
 from rl_conformance.refits import equal, run_refit, unequal_pair
 from rl_conformance.registry import check, refusal
@@ -26,7 +26,7 @@ def _scaled_pair(ctx: Context) -> tuple[Any, Any, dict[str, Any]]:
     generation.prepare_for_generation()
     config = {"model_name": str(ctx.model("qwen2", seed=1)), "torch_dtype": ctx.settings.dtype}
     policy = ctx.closing(make_reference("policy", config))
-    require(generation.requires_kv_scale_sync is True, "requires_kv_scale_sync is not True")
+    same(generation.requires_kv_scale_sync, True, "requires_kv_scale_sync with an FP8 cache")
     return policy, generation, policy.calibrate_qkv_fp8_scales(ctx.prompts(5, 9, 3))
 
 
@@ -48,7 +48,7 @@ def scales_travel_with_the_weights(ctx: Context) -> None:
         output[name] = greedy(ctx, generation, seed=1)
     same_output(ctx, output["as calibrated"], output["fine"])
     coarse, fine = (output[name]["logprobs"] for name in ("coarse", "fine"))
-    require(not torch.equal(coarse, fine), "the scales change nothing")
+    require(not torch.equal(coarse, fine), "logprobs with coarse scales", "others", "the same")
 
 
 @check("R14", needs=("generation",))
@@ -67,9 +67,9 @@ def scales_do_not_outrun_the_weights(ctx: Context) -> None:
 def no_scales_are_asked_for(ctx: Context) -> None:
     """The engine needs no scales: a refit with scales is refused and changes nothing."""
     policy, generation = unequal_pair(ctx)
-    require(generation.requires_kv_scale_sync is False, "requires_kv_scale_sync is not False")
+    same(generation.requires_kv_scale_sync, False, "requires_kv_scale_sync")
     before = greedy(ctx, generation, seed=0)
     with raises(CapabilityError):
         run_refit(policy, generation, kv_scales={"layer_0.k_scale": 0.5})
-    require(generation.weights_version == 0, f"the version is {generation.weights_version}")
+    same(generation.weights_version, 0, "weights_version after the refused refit")
     same_output(ctx, greedy(ctx, generation, seed=0), before)

@@ -40,11 +40,11 @@ def remote_code_does_not_run(ctx: Context, kind: str) -> None:
     path, marker = _with_remote_code(ctx)
     with raises(ConfigError, "trust_remote_code"):
         getattr(ctx, f"fresh_{kind}")(model_name=str(path))
-    require(not marker.exists(), "the repository's code was run")
+    require(not marker.exists(), "the checkpoint's own code", "it is not run", "it was run")
 
 
 def _with_remote_code(ctx: Context) -> tuple[Path, Path]:
-    """A checkpoint whose configuration and model are classes of its own, and what they create."""
+    """A checkpoint with its own classes of configuration and model, and the folder they create."""
     path, marker = ctx.directory() / "remote", ctx.directory() / "code-was-run"
     shutil.copytree(ctx.model("qwen2"), path)
     (path / "remote_code.py").write_text(_REMOTE.format(marker=str(marker)))
@@ -112,4 +112,4 @@ def code_of_one_part_does_not_run(ctx: Context, kind: str, file: str, own: dict[
     elif backend is not None:
         backend.get_logprobs(ctx.prompts(3))
         backend.get_reference_policy_logprobs(ctx.prompts(3))
-    require(not marker.exists(), "the repository's code was run")
+    require(not marker.exists(), "the checkpoint's own code", "it is not run", "it was run")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from textwrap import indent
 from typing import TYPE_CHECKING
 
 from rl_conformance.reports.summary import reason, status_text, tally, worst_measure
@@ -33,12 +34,13 @@ def to_markdown(report: RunReport) -> str:
             f"| {result.clause.id} | {result.clause.title} | {status_text(result)} | "
             f"{result.ran}/{len(result.outcomes)} | {figures} |"
         )
-    notes = [
-        f"- {o.check}: {o.status}: {reason(o)}"
-        + (f" ({o.where}; alone: `{o.command}`)" if o.status.bad and o.where else "")
-        for o in report.outcomes
-        if o.message
-    ]
+    notes = []
+    for o in report.outcomes:
+        if o.status.bad and o.where:
+            story = indent(f"```text\n{o.story}\n```", "  ")
+            notes.append(f"- {o.check}: {o.status}\n\n{story}\n")
+        elif o.message:
+            notes.append(f"- {o.check}: {o.status}: {reason(o)}")
     if notes:
         lines += ["", "## Not passed, and why", "", *notes]
     return "\n".join(lines) + "\n"

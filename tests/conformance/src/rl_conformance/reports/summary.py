@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections import Counter
 from typing import TYPE_CHECKING, Any
 
@@ -42,9 +43,11 @@ def worst_measure(result: ClauseResult) -> Measure | None:
 
 
 def reason(outcome: Outcome) -> str:
-    """The most useful line of a message: the last of a traceback, else the first."""
-    lines = outcome.message.strip().splitlines() or [""]
-    return lines[-1] if outcome.status is Status.ERROR else lines[0]
+    """A message in one line: what was done, expected and got, or the end of a traceback."""
+    lines = re.sub(r"\n {11}", " ", outcome.message.strip()).splitlines() or [""]
+    if lines[0].startswith("did:"):
+        return "; ".join(" ".join(line.split()) for line in lines[:3])
+    return lines[-1] if lines[0].startswith("Traceback") else lines[0]
 
 
 def checks_passed(report: RunReport) -> str:
