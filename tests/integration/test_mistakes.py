@@ -13,6 +13,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import pandas as pd
 import pytest
 import torch
 from examples.additions import make_model
@@ -26,6 +27,7 @@ from rl_core import (
     DataError,
     LifecycleError,
     LoopWarning,
+    MissingEngineError,
     completions,
     create_generation,
     create_policy,
@@ -39,6 +41,7 @@ from rl_megatron.architectures import Architecture
 from rl_megatron.config import MegatronPolicyConfig
 from rl_megatron.sizes import Sizes
 from rl_sglang.config import SglangConfig
+from rl_train import GRPOTrainer
 from rl_vllm.config import VllmConfig
 
 # -- configurations --------------------------------------------------------------------------------
@@ -68,6 +71,10 @@ def megatron(world: int, **keys: Any) -> Any:
     heads: Any = SimpleNamespace(heads=4, groups=4, hidden=8, ffn=8, layers=4, experts=0)
     model: Architecture = heads
     return lambda: Sizes.of(keys, world, model)
+
+
+def grpo(**keys: Any) -> Any:
+    return lambda: GRPOTrainer("m", len, [{"prompt": "1+2="}], **keys)
 
 
 #: What is called, and words of the fix.
@@ -167,6 +174,9 @@ CONFIGURATIONS: dict[str, tuple[Any, str]] = {
     "a dataclass": (lambda: create_policy(Config()), "dataclasses.asdict"),  # type: ignore[arg-type]
     "a number of workers": (lambda: create_policy(POLICY, 4), "LocalCluster(4)"),  # type: ignore[arg-type]
     "GPUs as a list": (lambda: create_generation(POLICY, [4]), "LocalCluster(4)"),  # type: ignore[arg-type]
+    "TRL: processing_class": (grpo(processing_class=None), "remove 'processing_class'"),
+    "TRL: peft_config of the trainer": (grpo(peft_config={"r": 8}), "write `policy: {lora: ...}`"),
+    "TRL: GRPOConfig": (grpo(args=Config()), 'such as {"steps": 100'),
     "clip_eps": (
         lambda: GRPOLossFn(clip_eps=0.2),  # type: ignore[call-arg]
         "write 'ratio_clip_min' and 'ratio_clip_max' instead of 'clip_eps'",
@@ -555,6 +565,23 @@ RUNS: dict[str, tuple[list[str], dict[str, str | bytes], str]] = {
 @pytest.fixture(scope="module")
 def with_tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_model(tmp_path_factory.mktemp("runs") / "model", 0, layers=1)
+
+
+def test_a_missing_engine_is_noticed_before_the_policy_is_loaded(
+    with_tokenizer: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("rl_train.run.Backends", None)
+    monkeypatch.setattr("rl_core.plugins.discovery.engine_version", lambda engine: None)
+    trainer = GRPOTrainer(str(with_tokenizer), len, [{"prompt": "1+2="}])
+    with pytest.raises(MissingEngineError, match="pip install"):
+        trainer.train()
+
+
+@pytest.mark.parametrize("rows", [[], "rows.jsonl", ["1+2="], pd.DataFrame({"prompt": ["1+2="]})])
+def test_rows_that_are_none_end_in_the_fix(with_tokenizer: Path, rows: Any) -> None:
+    trainer = GRPOTrainer(str(with_tokenizer), len, rows)
+    with pytest.raises(ConfigError, match="give a list of dicts"):
+        trainer.train()
 
 
 @pytest.mark.parametrize("mistake", RUNS)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import signal
 import time
+from collections.abc import Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -21,6 +22,7 @@ from rl_core.errors import (
     RLError,
     WorkerDiedError,
 )
+from rl_core.plugins.registry import resolve
 from rl_train.backends import Backends
 from rl_train.checkpoints import Checkpoints
 from rl_train.config import check_run
@@ -31,7 +33,7 @@ from rl_train.methods import METHODS, Study, environment_of, evaluate, loss_of
 from rl_train.rewards import Rewards
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from rl_train.checkpoints import Found
     from rl_train.config import Origins, RunConfig
@@ -103,11 +105,16 @@ def train(
             fix="set rewards: [math], or a function of yours: rewards: [my_rewards.py:score]",
             key="rewards",
         )
+    engine, place = checked["generation"], checked["placement"].get("generation", {})
+    if method == "grpo" and place.get("where", "here") == "here":
+        resolve(engine["backend"], "generation", config=engine)  # raises if it is not installed
     tokenizer = _tokenizer(checked)
     with ExitStack() as stack:
-        data = load_rows(checked["data"], tokenizer) if rows is None else rows
+        data = load_rows(checked["data"], tokenizer) if rows is None else _given("the data", rows)
         encoder = Encoder(tokenizer, checked["data"])
-        tested = _eval_rows(checked, tokenizer) if eval_rows is None else eval_rows
+        tested: Any = _eval_rows(checked, tokenizer) if eval_rows is None else ()
+        if eval_rows is not None and len(eval_rows):
+            tested = _given("the evaluation", eval_rows)
         order = Order(len(data), checked["seed"], checked["data"].get("shuffle", True))
         steps = checked["steps"] or ceil(checked["epochs"] * len(data) / checked["batch_size"])
         schedule = checked["policy"].get("scheduler", {})
@@ -363,6 +370,22 @@ def _tokenizer(config: RunConfig) -> Any:
             fix="give a directory with a checkpoint and its tokenizer, or a name on the hub",
             key="model",
         ) from error
+
+
+def _given(name: str, rows: Any) -> Any:
+    """Rows that a caller passes, if they are rows."""
+    try:
+        first = rows[0]
+    except (LookupError, TypeError):  # empty, a DataFrame, a DatasetDict
+        first = None
+    if not isinstance(first, Mapping):
+        raise ConfigError(
+            f"{name}: a {type(rows).__name__} is no list of rows, or it is empty",
+            fix="give a list of dicts or a datasets.Dataset: of a DataFrame to_dict('records'), of "
+            "a DatasetDict one split; for a file, set data.path",
+            key=name,
+        )
+    return rows
 
 
 def _eval_rows(config: RunConfig, tokenizer: Any) -> Sequence[Mapping[str, Any]]:

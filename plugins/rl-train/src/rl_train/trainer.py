@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from rl_core.errors import ConfigError
+from rl_train.config import check_run
 from rl_train.run import train
 
 if TYPE_CHECKING:
@@ -41,6 +43,10 @@ class GRPOTrainer:
         reward_weights: A weight for each function.
         args: Other keys of :class:`~rl_train.config.RunConfig`, nested or with dots, such as
             ``{"steps": 100, "policy.optimizer.lr": 1e-6}``.
+        **keys: The same, for names without dots.
+
+    Raises:
+        ConfigError: A key is wrong; for the name of an argument of TRL, it names the key here.
     """
 
     def __init__(
@@ -54,14 +60,22 @@ class GRPOTrainer:
         policy: str = "hf",
         reward_weights: Sequence[float] | None = None,
         args: Mapping[str, Any] | None = None,
+        **keys: Any,
     ) -> None:
         single = isinstance(reward_funcs, str) or callable(reward_funcs)
-        self._rewards: Any = [reward_funcs] if single else list(reward_funcs)  # type: ignore[arg-type]
+        self._rewards: Any = [reward_funcs] if single else list(reward_funcs or ())  # type: ignore[arg-type]
         self._weights, self._rows, self._eval_rows = reward_weights, train_dataset, eval_dataset
         self.config: dict[str, Any] = {"model": model}
         named = {"policy.backend": policy, "generation.backend": generation}
-        for key, value in {**named, **(args or {})}.items():
+        if args is not None and not isinstance(args, Mapping):
+            raise ConfigError(
+                f"args is a {type(args).__name__}, not a dict",
+                fix='pass the keys of a run, such as {"steps": 100, "policy.optimizer.lr": 1e-6}',
+                key="args",
+            )
+        for key, value in {**named, **(args or {}), **keys}.items():
             _put(self.config, key.split("."), value)
+        check_run(self.config)
 
     def train(self) -> Outcome:
         """Trains until the last step; see :func:`rl_train.train`."""
