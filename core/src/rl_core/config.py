@@ -88,7 +88,7 @@ def as_int(name: str, value: Any, least: int | None = None) -> int:
     """The value as an int; those of numpy and torch count too, bools and floats do not.
 
     Raises:
-        ConfigError: It is no whole number, or below ``least``; names the parameter.
+        ConfigError: It is not a whole number, or below ``least``; names the parameter.
     """
     try:
         number = None if isinstance(value, bool) else operator.index(value)
@@ -96,8 +96,8 @@ def as_int(name: str, value: Any, least: int | None = None) -> int:
         number = None
     if number is None or (least is not None and number < least):
         raise ConfigError(
-            f"{name} is {value!r}",
-            fix="use a whole number" + ("" if least is None else f", {least} or more"),
+            f"{name} must be a whole number, got {value!r}",
+            fix="give a whole number" + ("" if least is None else f", {least} or more"),
             key=name,
         )
     return number
@@ -205,8 +205,8 @@ class _Unknown:
             fix = f"write {write} instead of '{self.key if plain else self.path}'"
             return _Problem(self.path, text, fix, tuple(n.path for n in found))
         if isinstance(self.given, Mapping) and self.given and self.given.keys() <= {*allowed}:
-            fix = f"write {', '.join(self.given)} in place of '{self.path}', not in it"
-            return _Problem(self.path, f"{text}: its keys are those of the section around it", fix)
+            fix = f"move {', '.join(self.given)} out of '{self.path}', one level up"
+            return _Problem(self.path, f"{text}: its keys belong one level up", fix)
         inside = self.given.items() if isinstance(self.given, Mapping) else ()
         keys = [_Unknown(self.spec, f"{self.path}.", str(key), each) for key, each in inside]
         if fixes := [p for key in keys if (p := key.resolved(whole, sections)).meant]:

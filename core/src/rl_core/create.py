@@ -94,7 +94,7 @@ def _create(kind: Kind, config: Mapping[str, Any], cluster: Cluster | None) -> A
         )
     checked = check_config(spec, config, what=f"{kind} backend {name!r}")
     for error in broken_hooks():
-        warnings.warn(f"left out: {error}", RuntimeWarning, stacklevel=3)
+        warnings.warn(f"hooks of a plugin are not used: {error}", RuntimeWarning, stacklevel=3)
     if cluster is not None:
         return cluster.remote_backend(manifest, kind, checked)
     for variable, value in manifest.environment.items():

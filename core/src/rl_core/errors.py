@@ -15,20 +15,20 @@
     │   ├── AmbiguousBackendError      several plugins provide the name
     │   ├── BrokenPluginError          the plugin cannot be imported or has no valid manifest
     │   ├── IncompatiblePluginError    made for another version of the contract
-    │   └── MissingEngineError         the plugin is there, its engine is not (or not in range)
+    │   └── MissingEngineError         the plugin's engine is not installed, or in another version
     ├── RemoteError                    another process's
     │   ├── WorkerError                an exception in a worker, with its traceback as text
     │   └── WorkerDiedError            the worker process has ended
     ├── DeadlineError                  a wait that ran out (also TimeoutError)
     └── RefitError                     the weight transfer's: names phase and peer
         ├── ManifestMismatchError      the two sides disagree on names, shapes or dtypes
-        ├── RefitProtocolError         a message that is malformed, out of turn or not for us
+        ├── RefitProtocolError         a message that is malformed, out of order or misdirected
         ├── RefitAborted               given up before commit; the old weights still serve
         ├── RefitCorrupted             bytes that arrived are not the bytes that were sent
         ├── RefitPeerError             the other side died or went silent
         └── WeightsTornError           the weights are half old, half new; only a full refit helps
 
-What is legal and most likely not meant is a :class:`LoopWarning`.
+A :class:`LoopWarning` points to a loop that is legal, and most likely not what was meant.
 
 Every class here survives pickling, so that an error raised in one process is the same error in
 another.
@@ -109,7 +109,7 @@ class LifecycleError(RLError, RuntimeError):
 
 
 class CapabilityError(RLError):
-    """The backend declares that it does not offer this; no state was touched."""
+    """The backend declares that it does not offer this; nothing was changed."""
 
 
 class TrainingError(RLError):
@@ -197,7 +197,10 @@ class ManifestMismatchError(RefitError):
 
 
 class RefitProtocolError(RefitError):
-    """A message is malformed, too large, out of turn or not for this session."""
+    """A message is malformed, too large, out of order or not for this session."""
+
+    def __init__(self, message: str, *, fix: str | None = None, **details: Any) -> None:
+        super().__init__(message, fix=fix or "install the same rl-core on both sides", **details)
 
 
 class RefitAborted(RefitError):

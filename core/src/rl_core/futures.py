@@ -27,7 +27,7 @@ _until: ContextVar[float] = ContextVar("until", default=math.inf)
 
 @contextmanager
 def within(seconds: float) -> Generator[None]:
-    """In its body, calls of workers are waited for no longer than so many seconds in all."""
+    """Limits how long calls of workers in its body are waited for, all of them together."""
     token = _until.set(min(_until.get(), time.monotonic() + seconds))
     try:
         yield
@@ -36,7 +36,7 @@ def within(seconds: float) -> Generator[None]:
 
 
 def time_left(seconds: float) -> float:
-    """So many seconds, or what is left of those of :func:`within`."""
+    """The given seconds, or what :func:`within` leaves of its own if that is less."""
     return max(0.0, min(seconds, _until.get() - time.monotonic()))
 
 
@@ -71,8 +71,8 @@ def wait(futures: Sequence[Future] | Future, timeout_s: float) -> list[Any]:
         if not done:
             late = [i for i, future in enumerate(waited) if future in pending]
             raise DeadlineError(
-                f"{len(late)} of {len(waited)} results did not come within {timeout_s:g} s",
-                fix="look at the log of the worker that hangs, or give it more time",
+                f"{len(late)} of {len(waited)} results did not arrive within {timeout_s:g} s",
+                fix="look at the log of the worker that hangs, or raise timeout_s or deadline_s",
                 seconds=timeout_s,
                 pending=late,
             )
@@ -131,6 +131,6 @@ def as_concurrent(future: Any) -> concurrent.futures.Future[Any]:
     if isinstance(future, concurrent.futures.Future):
         return future
     raise TypeError(
-        f"not a future that can be waited for: {type(future).__name__} "
-        "(Ray's object refs can be once rl_ray is imported)"
+        f"cannot wait for a {type(future).__name__}: it is not a future (to wait for Ray's object "
+        "refs, import rl_ray first)"
     )

@@ -1,6 +1,6 @@
 """A trainer and an engine over named tensors: for tests of a driver, a loop or a transport.
 
-They take the place of backends. A hook makes something happen in the midst of a refit::
+They take the place of backends. A hook makes something happen during a refit::
 
     trainer, engine = Trainer({"w": torch.ones(3)}), Engine({"w": torch.zeros(3)})
     engine.on["finish"] = lambda: 1 / 0

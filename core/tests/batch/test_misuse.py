@@ -68,7 +68,7 @@ def test_what_is_no_whole_number_or_too_small_is_refused_by_name(where):
     call, least = PARAMETERS[where]
     name = where.split()[-1]
     for number in NO_NUMBERS if least is None else [*NO_NUMBERS, least - 1, -7]:
-        with pytest.raises(ConfigError, match=f"^{name} is ") as caught:
+        with pytest.raises(ConfigError, match=f"^{name} must be a whole number, got ") as caught:
             call(number)
         assert caught.value.details["key"] == name
         assert "whole number" in str(caught.value.fix)
@@ -161,17 +161,17 @@ def test_batches_may_come_from_a_generator_without_being_lost():
 
 @pytest.mark.parametrize("batches", [None, 3, [3], ["x"], [None], [[1]], {"x": [1]}])
 def test_what_is_no_batches_is_refused(batches):
-    with pytest.raises(DataError, match=r"no batches|a batch is a"):
+    with pytest.raises(DataError, match=r"takes a list of batches|a batch is a"):
         BatchedDataDict.from_batches(batches)
 
 
 @pytest.mark.parametrize("pads", [0, True, [1], "x"])
 def test_pad_values_without_keys_are_refused(pads):
-    with pytest.raises(DataError, match="pad values without keys"):
+    with pytest.raises(DataError, match="pad_value_dict as a mapping"):
         BatchedDataDict.from_batches([make_batch()], pads)
 
 
 @pytest.mark.parametrize("rows", [None, "2", [None], ["2"], [[1], [1, 2]], 0.5, math.nan])
 def test_rows_that_are_no_integers_are_refused(rows):
-    with pytest.raises(DataError, match="rows are selected by integers"):
+    with pytest.raises(DataError, match="row indices must be integers"):
         make_batch().select_indices(rows)

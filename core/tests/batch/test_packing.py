@@ -167,7 +167,9 @@ def test_bins_are_a_multiple_and_enough_and_within_capacity(data, multiple, rows
 
 @pytest.mark.parametrize("asked", [{"bin_multiple": 3}, {"min_bin_count": 3}])
 def test_fewer_sequences_than_bins_is_an_error(asked):
-    with pytest.raises(DataError, match="2 sequences need 1 bins, and cannot fill the 3"):
+    with pytest.raises(
+        DataError, match="3 bins were requested, but there are only 2 sequences, which need 1"
+    ):
         pack([5, 5], 10, **asked)
 
 
@@ -285,7 +287,7 @@ def test_a_plan_needs_exactly_one_way():
 
 
 def test_a_micro_batch_size_below_one_is_refused():
-    with pytest.raises(ConfigError, match="micro_batch_size is 0"):
+    with pytest.raises(ConfigError, match="micro_batch_size must be a whole number, got 0"):
         plan_microbatches(torch.tensor([1]), micro_batch_size=0)
 
 
@@ -302,7 +304,7 @@ def test_a_misspelt_argument_is_refused():
 
 
 def test_rows_that_are_not_whole_groups_are_refused():
-    with pytest.raises(DataError, match="3 rows are not whole groups of 2"):
+    with pytest.raises(DataError, match="number of rows, 3, is not a multiple of the group size 2"):
         plan_microbatches(torch.tensor([1, 1, 1]), micro_batch_size=2, group_size=2)
 
 

@@ -53,7 +53,7 @@ def test_lengths_may_be_a_list():
 @pytest.mark.parametrize("pad_value", [None, math.nan, 0.5, True, "0"])
 def test_a_pad_value_that_is_no_token_is_the_callers_mistake(pad_value):
     data = {"input_ids": IDS, "input_lengths": torch.tensor([3, 1, 4])}
-    with pytest.raises(ConfigError, match="pad_value is") as caught:
+    with pytest.raises(ConfigError, match="pad_value must be a whole number") as caught:
         verify_right_padding(data, pad_value=pad_value, raise_error=False)
     assert caught.value.details["key"] == "pad_value"
 
@@ -71,8 +71,8 @@ def test_another_pad_value_is_honoured():
         ({}, "neither input_ids nor output_ids"),
         ({"input_ids": IDS}, "the batch has no input_lengths"),
         ({"input_ids": IDS, "input_lengths": [3, 1]}, "one length for each of 3 rows"),
-        ({"input_ids": IDS, "input_lengths": [3, 1, 3.5]}, "values that are no integers"),
-        ({"input_ids": IDS, "input_lengths": [3, 1, 2**70]}, "values that are no integers"),
+        ({"input_ids": IDS, "input_lengths": [3, 1, 3.5]}, "values that are not integers"),
+        ({"input_ids": IDS, "input_lengths": [3, 1, 2**70]}, "values that are not integers"),
         ({"input_ids": IDS, "input_lengths": torch.full((3,), math.nan)}, "not integers"),
         ({"input_ids": IDS, "input_lengths": torch.ones(3) > 0}, "not integers"),
         ({"input_ids": IDS, "input_lengths": torch.ones(3) * 1j}, "not integers"),

@@ -129,11 +129,15 @@ def test_a_plan_does_not_outlive_a_new_order():
 @pytest.mark.parametrize(
     ("call", "error", "message"),
     [
-        ({"shards": 0}, ConfigError, "shards is 0"),
-        ({"shards": 4}, DataError, "6 rows does not divide into 4 shards"),
-        ({"shards": 3, "group_size": 4}, DataError, "whole groups of 4"),
-        ({"shards": 1, "batch_size": 4}, DataError, "not whole batches of 4"),
-        ({"shards": 1, "batch_size": 0}, ConfigError, "batch_size is 0"),
+        ({"shards": 0}, ConfigError, "shards must be a whole number, got 0"),
+        ({"shards": 4}, DataError, "6 rows cannot be cut into 4 equal shards"),
+        ({"shards": 3, "group_size": 4}, DataError, "not a multiple of the group size 4"),
+        (
+            {"shards": 1, "batch_size": 4},
+            DataError,
+            "batch_size 4 does not divide the number of rows 6",
+        ),
+        ({"shards": 1, "batch_size": 0}, ConfigError, "batch_size must be a whole number, got 0"),
         (
             {"shards": 1, "batch_size": 6, "allow_uneven_shards": True},
             ConfigError,
@@ -151,12 +155,12 @@ def test_a_plan_does_not_outlive_a_new_order():
         (
             {"shards": 4, "dynamic_batching_args": {"max_tokens_per_microbatch": 9}},
             DataError,
-            "cannot be dealt evenly to 4 shards",
+            "rows or groups equally over 4 shards",
         ),
         (
             {"shards": 8, "sequence_packing_args": {"max_tokens_per_microbatch": 9}},
             DataError,
-            "6 sequences need 3 bins, and cannot fill the 8",
+            "8 bins were requested, but there are only 6 sequences, which need 3",
         ),
         (
             {
@@ -199,12 +203,12 @@ def test_a_length_above_the_width_is_named_by_its_row(way):
 
 
 def test_get_batch_needs_a_size_without_a_plan():
-    with pytest.raises(DataError, match="batch_size is needed"):
+    with pytest.raises(DataError, match="get_batch needs batch_size"):
         make_batch([1, 2]).get_batch(0)
 
 
 def test_get_batch_past_the_last_is_an_error():
-    with pytest.raises(DataError, match="not within the batch"):
+    with pytest.raises(DataError, match="the number of rows is"):
         make_batch([1, 2]).get_batch(1, 2)
     shards, _ = make_batch([1, 2]).shard_by_batch_size(
         1, sequence_packing_args={"max_tokens_per_microbatch": 12}
@@ -217,7 +221,7 @@ def test_get_batch_past_the_last_is_an_error():
 def test_planned_shards_never_lose_the_rows_that_have_no_length(way):
     batch = make_batch([1, 2, 3, 4])
     batch["input_lengths"] = batch["input_lengths"][:3]
-    with pytest.raises(DataError, match="disagree on the number of rows"):
+    with pytest.raises(DataError, match="different numbers of rows"):
         batch.shard_by_batch_size(1, **{way: {"max_tokens_per_microbatch": 40}})
 
 
@@ -229,5 +233,5 @@ def test_a_plan_for_rows_without_width_names_the_key():
 
 @pytest.mark.parametrize("size", [0, 3])
 def test_the_number_of_microbatches_is_refused_where_the_iterator_is(size):
-    with pytest.raises(DataError, match="no multiple of the microbatch size"):
+    with pytest.raises(DataError, match="does not divide the number of rows"):
         make_batch([1, 2, 3, 4]).get_microbatch_iterator_len(size)

@@ -82,7 +82,7 @@ def test_what_no_engine_returned_is_refused(given):
 
 
 def test_advantages_of_no_rewards_and_keys_that_clash_are_refused():
-    with pytest.raises(DataError, match="there are no rewards"):
+    with pytest.raises(DataError, match="cannot compute advantages without rewards"):
         training_batch(output(), advantages=lambda rewards: rewards)
     with pytest.raises(DataError, match="rewards"):
         training_batch(output(rewards=torch.ones(2)), [1.0, 0.0])

@@ -250,7 +250,7 @@ def test_copy_further_down_the_path_is_shadowed(
     ("text", "problem"),
     [
         (b"[rl_core.backends]\nnot a line\n", "malformed"),
-        (b"[rl_core.backends]\nx = not valid!\n", "no reference"),
+        (b"[rl_core.backends]\nx = not valid!\n", "not module:attribute"),
         (b"[rl_core.backends]\nx = sys\n", "of type module, not a BackendManifest"),
         (b"\xff\xfe[rl_core.backends]", "cannot be read"),
     ],

@@ -216,7 +216,7 @@ def test_a_module_in_the_wrong_place_is_named() -> None:
         refit(trainer, object())
     with pytest.raises(ConfigError, match="comes first"):
         refit(object(), trainer)
-    with pytest.raises(ConfigError, match="names its weights itself"):
+    with pytest.raises(ConfigError, match="rename is only for a torch module"):
         refit(ModuleSender(trainer), Model(2), rename=strip)
 
 

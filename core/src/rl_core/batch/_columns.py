@@ -52,8 +52,8 @@ def common_size(columns: Mapping[str, Any]) -> int:
     if len(set(sizes.values())) > 1:
         listed = ", ".join(f"{key}: {size}" for key, size in sizes.items())
         raise DataError(
-            f"the columns disagree on the number of rows ({listed})",
-            fix="give every key one entry per row",
+            f"the columns have different numbers of rows ({listed})",
+            fix="give every column one entry for each row",
             keys=list(sizes),
             sizes=list(sizes.values()),
         )
@@ -70,10 +70,9 @@ def described(columns: Mapping[str, Any]) -> str:
         return f"list[{len(value)}]" if isinstance(value, list) else reprlib.repr(value)
 
     known = [v for v in columns.values() if isinstance(v, list) or (torch.is_tensor(v) and v.dim())]
-    sizes = {*map(len, known)}
-    rows = f"{sizes.pop() if sizes else 0} rows" if len(sizes) < 2 else "rows that disagree"
+    rows = " or ".join(map(str, sorted({*map(len, known)}))) or "0"
     listed = ", ".join(f"{key}: {one(value)}" for key, value in columns.items())
-    return f"{rows} of {len(columns)} columns: {listed}"
+    return f"rows {rows}, columns {len(columns)}: {listed}"
 
 
 def take_rows(value: Any, rows: torch.Tensor) -> Any:
@@ -102,27 +101,27 @@ def index_of(indices: Sequence[int] | torch.Tensor, size: int) -> torch.Tensor:
         rows = torch.as_tensor(indices).detach().cpu()
     except (TypeError, ValueError, RuntimeError):
         raise DataError(
-            f"rows are selected by integers, not by {reprlib.repr(indices)}",
+            f"row indices must be integers, got {reprlib.repr(indices)}",
             fix="give a flat list or tensor of integers, or a bool mask",
         ) from None
     if rows.dtype == torch.bool:
         if rows.shape != (size,):
             raise DataError(
-                f"a mask of shape {list(rows.shape)} does not select from {size} rows",
-                fix="give one entry per row",
+                f"the mask of rows has shape {list(rows.shape)}, expected [{size}]",
+                fix="give one True or False for each row",
             )
         return rows.nonzero().flatten()
     if rows.numel() and (rows.dim() != 1 or rows.is_floating_point() or rows.is_complex()):
         raise DataError(
-            f"rows are selected by integers, not by {rows.dtype} of shape {list(rows.shape)}",
+            f"row indices must be integers of shape [n], got {rows.dtype} {list(rows.shape)}",
             fix="give a flat list or tensor of integers, or a bool mask",
         )
     rows = rows.flatten().to(torch.int64)
     outside = (rows < 0) | (rows >= size)
     if bool(outside.any()):
         raise DataError(
-            f"row {int(rows[outside][0])} is not within the batch of {size} rows",
-            fix="use indices from 0 to the batch size, exclusive",
+            f"there is no row {int(rows[outside][0])}: the number of rows is {size}",
+            fix=f"use row indices i with 0 <= i < {size}",
             row=int(rows[outside][0]),
         )
     return rows
@@ -140,8 +139,8 @@ def permutation_inverse(indices: Sequence[int] | torch.Tensor, size: int) -> tor
         rows[places] = torch.arange(size)
     if bool((rows < 0).any()):
         raise DataError(
-            f"the {len(places)} indices are not a permutation of {size} rows",
-            fix="name every row exactly once",
+            f"{len(places)} indices were given, which are not a permutation of 0 to {size - 1}",
+            fix="give the index of every row exactly once",
         )
     return rows
 
@@ -164,7 +163,7 @@ def concatenate(key: str, parts: Sequence[Any], pad_value: float) -> Any:
         if not isinstance(part, torch.Tensor) or not isinstance(first, torch.Tensor):
             raise DataError(
                 f"{key!r} is a list in one batch and a tensor in another",
-                fix="use the same kind in every batch",
+                fix="make it a list in every batch, or a tensor in every batch",
                 key=key,
             )
         alike = part.dtype == first.dtype and part.dim() == first.dim()
@@ -172,7 +171,7 @@ def concatenate(key: str, parts: Sequence[Any], pad_value: float) -> Any:
             raise DataError(
                 f"{key!r} is {first.dtype} {list(first.shape)} in one batch and "
                 f"{part.dtype} {list(part.shape)} in another",
-                fix="use one dtype, and one shape but for rows and dim 1",
+                fix="use one dtype, and shapes that differ in no dim but 0 and 1",
                 key=key,
             )
     if first.dim() > 1 and not _can_hold(first.dtype, pad_value):

@@ -106,8 +106,8 @@ class BatchedDataDict(UserDict[str, Any], Generic[DictT]):
         """
         if not 0 <= as_int("start", start) <= as_int("end", end) <= self.size:
             raise DataError(
-                f"rows {start} to {end} are not within the batch of {self.size} rows",
-                fix="slice within the batch",
+                f"there are no rows {start} to {end}: the number of rows is {self.size}",
+                fix=f"use 0 <= start <= end <= {self.size}",
             )
         return self._map(lambda value: value[start:end], SlicedDataDict())
 
@@ -143,7 +143,7 @@ class BatchedDataDict(UserDict[str, Any], Generic[DictT]):
             DataError: The rows do not divide, or there is no such rank.
         """
         if not 0 <= as_int("rank", rank) < as_int("chunks", chunks):
-            raise DataError(f"there is no chunk {rank} of {chunks}", fix="count ranks from 0")
+            raise DataError(f"there is no chunk {rank} of {chunks}", fix="use 0 <= rank < chunks")
         rows = plan_shards(self.size, chunks, self.size)[rank]
         return self._map(lambda value: take_rows(value, rows), SlicedDataDict())
 
@@ -151,7 +151,7 @@ class BatchedDataDict(UserDict[str, Any], Generic[DictT]):
         """Every row ``num_repeats`` times in a row; list items are deep copies."""
         num_repeats = as_int("num_repeats", num_repeats)
         if num_repeats < 0:
-            raise DataError(f"cannot repeat rows {num_repeats} times", fix="use 0 or more")
+            raise DataError(f"num_repeats is {num_repeats}", fix="use num_repeats >= 0")
 
         def repeat(value: Any) -> Any:
             if isinstance(value, torch.Tensor):
@@ -171,7 +171,7 @@ class BatchedDataDict(UserDict[str, Any], Generic[DictT]):
         if dim < 1 or truncated_len < 0:
             raise DataError(
                 f"cannot truncate dim {dim} to {truncated_len}",
-                fix="use a dim from 1 on and a length from 0 on; slice takes rows",
+                fix="use dim >= 1 and truncated_len >= 0; to leave out rows, use slice",
             )
         for key, value in self.data.items():
             if isinstance(value, torch.Tensor) and value.dim() > dim:
@@ -207,8 +207,8 @@ class BatchedDataDict(UserDict[str, Any], Generic[DictT]):
         pads: Any = {} if pad_value_dict is None else pad_value_dict
         if not isinstance(pads, Mapping) or not hasattr(batches, "__iter__"):
             raise DataError(
-                "from_batches was given no batches, or pad values without keys",
-                fix="give a list of batches, and pad values as a mapping from keys to numbers",
+                "from_batches takes a list of batches, and pad_value_dict as a mapping",
+                fix='such as from_batches([batch, other], pad_value_dict={"input_ids": 0})',
             )
         batches = list(batches)
         sizes = [common_size(batch) for batch in batches]
@@ -314,7 +314,7 @@ class BatchedDataDict(UserDict[str, Any], Generic[DictT]):
             )
         elif size % as_int("batch_size", batch_size, 1):
             raise DataError(
-                f"{size} rows are not whole batches of {batch_size}",
+                f"batch_size {batch_size} does not divide the number of rows {size}",
                 fix="use a batch_size that divides the number of rows",
             )
         if dynamic_batching_args is None and sequence_packing_args is None:
@@ -354,7 +354,7 @@ class BatchedDataDict(UserDict[str, Any], Generic[DictT]):
         if counts is None:
             if batch_size is None:
                 raise DataError(
-                    "batch_size is needed for a batch without planned microbatches",
+                    "get_batch needs batch_size if the batch has no planned microbatches",
                     fix="give batch_size, or shard with dynamic batching or sequence packing",
                 )
             start = batch_idx * as_int("batch_size", batch_size, 1)
@@ -385,8 +385,8 @@ class BatchedDataDict(UserDict[str, Any], Generic[DictT]):
         """Number of microbatches of :meth:`make_microbatch_iterator`; raises as that does."""
         if as_int("microbatch_size", microbatch_size) < 1 or self.size % microbatch_size:
             raise DataError(
-                f"{self.size} rows are no multiple of the microbatch size {microbatch_size}",
-                fix="use a size that divides the rows",
+                f"microbatch_size {microbatch_size} does not divide the number of rows {self.size}",
+                fix="use a microbatch_size that divides the number of rows",
             )
         return self.size // microbatch_size
 
@@ -432,7 +432,7 @@ class BatchedDataDict(UserDict[str, Any], Generic[DictT]):
         if indices is None or lengths is None or len(indices) != 1:
             found = "no plan" if indices is None else f"plans for {len(indices)} global batches"
             raise LifecycleError(
-                f"this batch has {found}, one is needed",
+                f"this call needs a batch with one plan of microbatches; this batch has {found}",
                 fix="shard with dynamic batching or sequence packing, then take get_batch(i)",
             )
         return indices[0], lengths[0]

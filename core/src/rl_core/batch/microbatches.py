@@ -134,9 +134,10 @@ def plan_shards(
         return [part.flatten() for part in groups.tensor_split(shards)]
     if batch_size % (shards * group_size):
         raise DataError(
-            f"a batch of {batch_size} rows does not divide into {shards} shards"
-            + (f" of whole groups of {group_size}" if group_size > 1 else ""),
-            fix="choose a multiple, or pass allow_uneven_shards=True",
+            f"{batch_size} rows cannot be cut into {shards} equal shards"
+            + (f" of complete groups of {group_size}" if group_size > 1 else ""),
+            fix=f"use a multiple of {shards * group_size} rows, or allow_uneven_shards=True and no "
+            "batch_size",
         )
     chunks = size // batch_size if batch_size else 0
     per_shard = groups.reshape(chunks, shards, batch_size // shards).transpose(0, 1)
@@ -213,8 +214,9 @@ def plan_dynamic(
     shards = scope.shards
     if len(groups) % shards:
         raise DataError(
-            f"{len(groups)} rows or groups cannot be dealt evenly to {shards} shards",
-            fix="dynamic batching needs a multiple of the shards; sequence packing does not",
+            f"dynamic batching cannot split {len(groups)} rows or groups equally over {shards}"
+            " shards",
+            fix=f"use a multiple of {shards}, or sequence_packing_args, which need none",
         )
     widths = _round_up(groups, options.get("sequence_length_round", 1))
     if scope.width is not None:
@@ -274,8 +276,8 @@ def check_groups(rows: int, group_size: int) -> None:
     """Raises DataError unless the rows are whole groups, ConfigError for a size below 1."""
     if rows % as_int("group_size", group_size, 1):
         raise DataError(
-            f"{rows} rows are not whole groups of {group_size}",
-            fix=f"keep the {group_size} rows of a group next to each other and complete",
+            f"the number of rows, {rows}, is not a multiple of the group size {group_size}",
+            fix=f"give complete groups: {group_size} rows each, next to each other",
         )
 
 
@@ -303,7 +305,7 @@ def _row_lengths(lengths: torch.Tensor, scope: PlanScope) -> np.ndarray[Any, Any
         raise DataError(
             f"row {row} has the length {int(flat[wrong[0]])}"
             + ("" if scope.width is None else f" in a batch of width {scope.width}"),
-            fix="give each row's number of tokens, padding left out",
+            fix="give each row's number of tokens, without padding",
             row=row,
         )
     groups: np.ndarray[Any, Any] = np.maximum(flat, 1).reshape(-1, scope.group_size)
@@ -321,7 +323,7 @@ def _check_fits(tokens: np.ndarray[Any, Any], bound: int, scope: PlanScope) -> N
         row = scope.first_row + int(over[0]) * scope.group_size
         what = f"row {row}" if scope.group_size == 1 else f"the group that starts with row {row}"
         raise DataError(
-            f"{what} takes {int(tokens[over[0]])} tokens after rounding, "
+            f"{what} takes {int(tokens[over[0]])} tokens after rounding, but "
             f"max_tokens_per_microbatch is {bound}",
             fix="raise max_tokens_per_microbatch or shorten the row",
             row=row,

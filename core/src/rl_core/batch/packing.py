@@ -83,7 +83,7 @@ def pack(
     if len(outside):
         index = int(outside[0])
         raise DataError(
-            f"sequence {index} has {sizes[index]} tokens, a bin takes 1 to {capacity}",
+            f"sequence {index} has {sizes[index]} tokens, but a bin holds 1 to {capacity}",
             fix="raise max_tokens_per_microbatch or shorten the sequence",
             row=index,
         )
@@ -95,9 +95,9 @@ def pack(
         return bins
     if len(sizes) < wanted:
         raise DataError(
-            f"{len(sizes)} sequences need {len(bins)} bins, and cannot fill the {wanted} "
-            "requested bins",
-            fix="give at least one sequence for each bin; for shards, a larger batch or fewer",
+            f"{wanted} bins were requested, but there are only {len(sizes)} sequences, which need "
+            f"{len(bins)}",
+            fix="give at least one sequence for each bin: use a larger batch, or fewer shards",
         )
     loads = bin_loads(sizes, bins).tolist()
     heap = [(-load, i) for i, load in enumerate(loads) if len(bins[i]) > 1]

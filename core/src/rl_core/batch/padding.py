@@ -62,7 +62,7 @@ def _problem(data: Mapping[str, Any], pad_value: int) -> tuple[str | None, int |
         try:
             lengths = torch.tensor([as_int(lengths_key, item) for item in lengths])
         except (ValueError, RuntimeError):  # no integers, or beyond 64 bits
-            return f"{lengths_key} holds values that are no integers", None
+            return f"{lengths_key} holds values that are not integers", None
     if not isinstance(lengths, torch.Tensor) or lengths.shape != ids.shape[:1]:
         return f"{lengths_key} does not hold one length for each of {ids.shape[0]} rows", None
     if lengths.dtype == torch.bool or lengths.is_floating_point() or lengths.is_complex():
@@ -72,7 +72,7 @@ def _problem(data: Mapping[str, Any], pad_value: int) -> tuple[str | None, int |
     outside = (lengths < 0) | (lengths > width)
     if bool(outside.any()):
         row = int(outside.nonzero()[0])
-        return f"row {row}: length {int(lengths[row])} is not within the width {width}", row
+        return f"row {row}: length {int(lengths[row])} is not between 0 and the width {width}", row
     past = torch.arange(width, device=ids.device) >= lengths[:, None]
     wrong = past & (ids != pad_value)
     bad_rows = wrong.any(dim=1).nonzero().flatten()
@@ -81,9 +81,9 @@ def _problem(data: Mapping[str, Any], pad_value: int) -> tuple[str | None, int |
     row = int(bad_rows[0])
     positions = wrong[row].nonzero().flatten().tolist()
     shown = ", ".join(map(str, positions[:_SHOWN])) + (", ..." if len(positions) > _SHOWN else "")
-    others = f" (and {len(bad_rows) - 1} more rows)" if len(bad_rows) > 1 else ""
+    others = f" ({len(bad_rows)} such rows)" if len(bad_rows) > 1 else ""
     message = (
-        f"row {row}: {ids_key} holds other values than the padding {pad_value} past its length "
+        f"row {row}: {ids_key} has values other than the padding id {pad_value} after the length "
         f"{int(lengths[row])}, at positions {shown}{others}"
     )
     return message, row

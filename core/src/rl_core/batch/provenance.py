@@ -36,8 +36,8 @@ def off_policy(rows: str, distribution: str | None, temperature: float) -> str:
     if distribution in (None, ours):
         return ""
     return (
-        f"{rows} {distribution}, the policy scores and trains at {ours} over the whole vocabulary: "
-        "their log-probs are of different distributions, and every importance weight is off by the "
-        'ratio of the two. Set "temperature" to the same value in both configurations, and leave '
-        "top_k, top_p and repetition_penalty out."
+        f"{rows} {distribution}, but the policy scores and trains at {ours} over the whole "
+        "vocabulary: their log-probs are of different distributions, so every importance weight is "
+        'off by the ratio of the two. Set "temperature" to the same value in both configurations, '
+        "and leave top_k, top_p and repetition_penalty out."
     )

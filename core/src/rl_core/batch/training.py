@@ -95,7 +95,7 @@ def training_batch(
     if callable(advantages):
         if rewards is None:
             raise DataError(
-                "training_batch: advantages are to be computed, and there are no rewards",
+                "training_batch cannot compute advantages without rewards",
                 fix="give the rewards, one for each row of the output",
                 key="rewards",
             )
@@ -106,8 +106,8 @@ def training_batch(
     further = {key: value for key, value in output.items() if key not in _GENERATED}
     if twice := sorted(further.keys() & made.keys()):
         raise DataError(
-            f"training_batch: the output has keys of the training batch already: {twice}",
-            fix="rename them before they are generated with: they would be overwritten",
+            f"training_batch: the output already has {', '.join(twice)}, which it would overwrite",
+            fix="give these columns of the prompts another name before you generate",
             key=twice[0],
         )
     batch: BatchedDataDict[Any] = BatchedDataDict({**further, **made})
@@ -148,7 +148,7 @@ def _finite(key: str, values: torch.Tensor, counts: torch.Tensor) -> torch.Tenso
     if wrong.any():
         row = int(wrong.nonzero()[0])
         raise DataError(
-            f"training_batch: {key} of row {row} are not finite",
+            f"training_batch: {key} of row {row} have a value that is not finite",
             fix="correct the reward function, or leave the row out: output.select_indices(rows)",
             key=key,
             row=row,

@@ -134,7 +134,7 @@ class GenerationInterface(ABC):
         return self.receive_weights(*args, **kwargs)
 
     def cancel_refit(self, number: int) -> None:
-        """Cancels a refit, asked for or yet to be, unless its bytes are on their way; if it can."""
+        """Cancels a refit of this number, requested or not yet, unless its transfer has begun."""
 
     @abstractmethod
     def init_collective(
@@ -163,4 +163,4 @@ class GenerationInterface(ABC):
 
     @abstractmethod
     def invalidate_kv_cache(self) -> bool:
-        """Drops every cache filled under other weights. True on success."""
+        """Drops every cache that was filled with other weights. True on success."""

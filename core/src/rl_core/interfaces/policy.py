@@ -172,7 +172,7 @@ class PolicyInterface(ABC):
 
     @property
     def data_parallel_size(self) -> int:
-        """Into how many parts rows are dealt."""
+        """Number of parts into which rows are divided."""
         return 1
 
     @property
@@ -237,7 +237,7 @@ class ColocatablePolicyInterface(PolicyInterface):
 
     @abstractmethod
     def prepare_refit_info(self) -> dict[str, Any] | None:
-        """Describes every tensor, where it is fetched, and the number that the next refit has."""
+        """Describes every tensor, where engines fetch it, and the number of the next refit."""
 
     @abstractmethod
     def send_weights(self, **options: Any) -> list[Future]:
@@ -254,7 +254,7 @@ class ColocatablePolicyInterface(PolicyInterface):
         """As :meth:`send_weights` with ``transport="collective"``."""
 
     def cancel_refit(self, number: int) -> None:
-        """Cancels a refit, asked for or yet to be, unless its bytes are on their way; if it can."""
+        """Cancels a refit of this number, requested or not yet, unless its transfer has begun."""
 
     @abstractmethod
     def prepare_for_lp_inference(self, keep_train_buffers: bool = False) -> None:

@@ -34,15 +34,15 @@ __all__ = [
 
 
 _BY_CLUSTER = Unsupported(
-    why="devices are given by the cluster: create_generation(config, RayVirtualCluster([8, 8])) "
-    "of rl-ray has 8 bundles on each of two nodes",
+    why="the cluster gives the devices: create_generation(config, RayVirtualCluster([8, 8])) of "
+    "rl-ray has 8 bundles on each of two nodes",
     fix="set it to None, and pass a cluster",
 )
 
 
-_ALWAYS_THERE = Unsupported("each output has those of its generated tokens", "remove 'logprobs'")
+_ALWAYS_THERE = Unsupported("every output has the log-probs of its tokens", "remove 'logprobs'")
 _BY_LOSS = Unsupported(
-    why="losses have such options",
+    why="this is an option of the loss",
     fix="give them to the loss: policy.train(batch, GRPOLossFn(ratio_clip_min=..., "
     "ratio_clip_max=..., reference_policy_kl_penalty=...))",
 )

@@ -121,7 +121,7 @@ class WeightSource(ABC):
     def confirm(self) -> None:
         """Raises unless all that was given since this source was made is of one state.
 
-        Called before the commit, when everything was read. Nobody else can know it: a transfer is
+        Called before the commit, when everything was read. Only the source knows: a transfer is
         verified against what was read, which is a mixture if a step was taken in between. The
         usual way is a count of the changes to the weights, taken when the source is made and
         compared here. Empty only where the weights cannot change while a source is in use.

@@ -161,7 +161,7 @@ def _entry_points(dist: Distribution, group: str) -> Iterator[Provider]:
     facts = _facts(dist)
     for entry_point in entry_points:
         value = entry_point.value
-        problem = "" if is_importable(value) else f"its entry point {value!r} is no reference"
+        problem = "" if is_importable(value) else f"entry point {value!r} is not module:attribute"
         yield Provider(entry_point.name, *facts, value, group, _location(dist), problem)
 
 

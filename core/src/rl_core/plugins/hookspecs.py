@@ -120,7 +120,7 @@ def weight_source_of(module: nn.Module) -> WeightSource | None:
     """What a plugin reads a module with; None if no plugin knows it.
 
     Raises:
-        PluginError: Two plugins do, or one is broken.
+        PluginError: Two plugins know it, or one is broken.
     """
     found: list[tuple[str, WeightSource]] = []
     for plugin, source, error in _outcomes("weight_source", module=module):
@@ -131,8 +131,8 @@ def weight_source_of(module: nn.Module) -> WeightSource | None:
         for _, source in found:
             source.close()
         raise PluginError(
-            f"{' and '.join(plugin for plugin, _ in found)} both give a source of the weights of "
-            f"{type(module).__name__}",
+            f"the plugins {' and '.join(plugin for plugin, _ in found)} all provide the weights of "
+            f"a {type(module).__name__}, and only one may",
             fix="uninstall one of them",
         )
     return found[0][1] if found else None
@@ -151,5 +151,5 @@ def emit(name: str, /, **data: Any) -> None:
 
 
 def broken_hooks() -> list[PluginError]:
-    """What is wrong with the plugins that have hooks that cannot be registered."""
+    """The errors of plugins with hooks that cannot be registered."""
     return list(_manager()[1])

@@ -222,7 +222,7 @@ def _capability_problems(kind: str, declared: Any, manifest: BackendManifest) ->
         elif capability.level == "versioned" and not _is_range(capability.engine):
             yield f"capability {name!r} names no engine range: {capability.engine!r}"
         elif not devices & set(capability.devices):
-            yield f"capability {name!r} holds on {capability.devices}, none of {sorted(devices)}"
+            yield f"capability {name!r} has devices {capability.devices}, none of {sorted(devices)}"
 
 
 def _is_range(specifier: str) -> bool:

@@ -102,9 +102,7 @@ def refit(
     sender, receiver = sending_end(policy), receiving_end(generation)
     if rename is not None and sender is policy:
         raise ConfigError(
-            f"refit got rename with a {type(policy).__name__}, which names its weights itself",
-            fix="leave rename out",
-            key="rename",
+            "refit: rename is only for a torch module", fix="leave rename out", key="rename"
         )
     warn_of_sampling(sender, receiver)
     options.setdefault("receivers", getattr(generation, "receiver_count", 1))
@@ -173,7 +171,8 @@ def _attempt(
     end = time.monotonic() + chosen.deadline_s
     info = policy.prepare_refit_info()
     if info is None:
-        raise RefitProtocolError("the policy described no tensors", phase="DISCOVER")
+        text = "the policy's prepare_refit_info() returned None"
+        raise RefitProtocolError(text, fix="build it on PolicyBackend", phase="DISCOVER")
     if chosen.transport == "collective" and "collective" not in info.get("addresses", {}):
         if not {"host", "port"} <= set(info):
             raise RefitProtocolError(
@@ -184,9 +183,9 @@ def _attempt(
         # An address that the internet reaches must be named by the user.
         if address is None and ip_address(info["host"]).is_global:
             raise ConfigError(
-                f"refit: the trainer's default route is that of {info['host']}, a public address",
-                fix="pass address= with one of a network that is yours alone: weights are not "
-                "encrypted on the way",
+                f"refit: the trainer's default route has the public address {info['host']}, and "
+                "weights are sent without encryption",
+                fix="pass address= with the trainer's address in a private network",
                 key="address",
             )
         meeting = (address or info["host"], info["port"], 1 + chosen.receivers)

@@ -127,7 +127,7 @@ class EngineLock:
         """
         with self._changed:
             if not self.held_by_this_thread:
-                raise RuntimeError("an EngineLock is released by the thread that acquired it")
+                raise RuntimeError("only the thread that acquired an EngineLock may release it")
             self._depth -= 1
             if not self._depth:
                 self._holder = None

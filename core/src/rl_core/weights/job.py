@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from rl_core.weights.transports.base import Transport
 
 _BEFORE_TRANSFER = (Phase.DISCOVER, Phase.PREPARE)
-_FAILED_THERE = "the refit failed on its other side, or was cancelled"
+_FAILED_THERE = "the refit failed on the other side, or was cancelled"
 
 S = TypeVar("S", bound=Session)
 J = TypeVar("J", bound="Job[Any]")
@@ -63,8 +63,8 @@ class Endpoint(ABC, Generic[J]):
         """The number of the refit that is requested now: the one given, or else the next."""
         if given is not None and given <= self.number:
             raise RefitAborted(
-                f"{self.name}: refit {given} was requested, or cancelled, before: the last one "
-                f"here is refit {self.number}",
+                f"{self.name}: refit {given} was already requested or cancelled here; the last one "
+                f"was refit {self.number}",
                 fix=IN_STEP_AGAIN,
             )
         return given or self.number + 1
@@ -111,7 +111,7 @@ class Endpoint(ABC, Generic[J]):
         """Ends every refit and closes sockets and shared memory. Idempotent."""
         self.closed = True
         for job in list(self.jobs):
-            job.cancelled = "closed"
+            job.cancelled = "it was shut down"
         with exclusively(self.turn, DEFAULT_DEADLINE_S, f"{self.name}: a running refit"):
             self.release_resources()
 
@@ -122,7 +122,7 @@ class Endpoint(ABC, Generic[J]):
     def check_open(self) -> None:
         """Raises LifecycleError once closed."""
         if self.closed:
-            raise LifecycleError(f"{self.name}: closed for refits", fix="build a new backend")
+            raise LifecycleError(f"{self.name} was shut down", fix="build a new backend")
 
 
 class Job(ABC, Generic[S]):
@@ -223,7 +223,8 @@ class Job(ABC, Generic[S]):
         """Raises RefitAborted if it is given up."""
         if why := self.given_up:
             echo = {"cause": RefitAborted.__name__} if why == _FAILED_THERE else {}
-            raise RefitAborted(f"{self.endpoint.name}: {why}", fix="refit again", **echo)
+            fix = "build a new backend" if self.endpoint.closed else "call refit again"
+            raise RefitAborted(f"{self.endpoint.name}: {why}", fix=fix, **echo)
 
     def perform(self, effects: Iterable[Effect]) -> None:
         """Performs effects and whatever follows from them."""

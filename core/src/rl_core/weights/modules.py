@@ -1,7 +1,7 @@
-"""Refits of modules that are nobody's backend: a trainer, or an engine, of one's own.
+"""Refits of torch modules that belong to no backend: your own trainer, or your own engine.
 
 ``refit(module, generation)`` makes what is here when it is first called with a module, and keeps it
-as long as the module lives. Who wants to hold the two ends, such as in two processes, makes them.
+as long as the module lives. To use the two ends yourself, such as in two processes, create them.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class ModuleSender(SendsWeights):
         if model is None:
             raise LifecycleError(
                 f"the module behind {self._sender.name} no longer exists",
-                fix="keep a reference to it as long as it is refit from",
+                fix="keep a reference to the module as long as you refit from it",
             )
         if isinstance(model, WeightSource):
             return GuardedSource(model, lambda place="": None, self.rename or str)
@@ -90,7 +90,7 @@ class ModuleReceiver(TakesWeights):
     Args:
         model: The module that generates; it is written to in place. It is not kept alive by this.
         lock: Held while the module is used, and by a refit while it writes. By default a lock that
-            nobody else has: the caller sees to it that nothing generates meanwhile.
+            nothing else uses: make sure that nothing generates during a refit.
         on_commit: Called with the new version before it counts; drops caches.
     """
 
@@ -109,7 +109,7 @@ class ModuleReceiver(TakesWeights):
             if found is None:
                 raise LifecycleError(
                     f"the module behind {type(self).__name__} no longer exists",
-                    fix="keep a reference to it as long as it is refit",
+                    fix="keep a reference to the module as long as you refit it",
                 )
             return NamedTensorSink(_without_adapters(found))
 
@@ -190,7 +190,7 @@ def plain_name(name: str) -> str:
 def _without_adapters(model: nn.Module) -> dict[str, torch.Tensor]:
     if hasattr(model, "peft_config"):
         raise CapabilityError(
-            f"{type(model).__name__} has adapters, which an engine's checkpoint does not have",
+            f"{type(model).__name__} has adapters, and the engine's model has none",
             fix=f"{install_command('rl-hf', 'lora')}, which merges them; or call merge_and_unload",
         )
     return whole_tensors(model)
@@ -198,9 +198,9 @@ def _without_adapters(model: nn.Module) -> dict[str, torch.Tensor]:
 
 def _not_whole(kind: str, name: str, why: str) -> CapabilityError:
     return CapabilityError(
-        f"{kind}: {name} {why}, and a refit needs the whole of every tensor",
+        f"{kind}: {name} {why}, and a refit needs every tensor whole in this process",
         fix="give refit a WeightSource that gathers them (rl_backends.gathering.GatheredSource "
-        "where several ranks take part), or a policy backend such as rl-hf or rl-megatron",
+        "for several ranks), or a policy backend such as rl-hf or rl-megatron",
     )
 
 

@@ -108,7 +108,7 @@ class SendOptions:
         for key in given:
             if key not in known:
                 raise ConfigError(
-                    f"refit: unknown option {key!r}", fix=f"use some of {known}", key=key
+                    f"refit: unknown option {key!r}", fix=f"use one of {', '.join(known)}", key=key
                 )
         scales = given.get("kv_scales") or {}
         if not isinstance(scales, Mapping):
@@ -169,4 +169,4 @@ def _is_text(value: object) -> bool:
 
 
 def _illegal(key: str, value: object, fix: str) -> ConfigError:
-    return ConfigError(f"refit: {key}={value!r} is not legal", fix=fix, key=key)
+    return ConfigError(f"refit: {key}={value!r} is not valid", fix=fix, key=key)

@@ -76,8 +76,8 @@ class RefitReport:
             if "phases" in result:
                 return cls(**{**result, "attempts": attempts, "taken_over": taken})
         raise RefitProtocolError(
-            "the policy's futures returned no report",
-            fix="derive the policy from rl_backends.PolicyBackend",
+            "the futures of the policy's send_weights returned no report",
+            fix="build the policy on rl_backends.PolicyBackend",
         )
 
     def as_dict(self) -> dict[str, Any]:

@@ -86,9 +86,9 @@ class SendsWeights:
         [names] = self.prepare_weights_for_ipc()
         if wrong := set(keys) ^ set(names):
             raise ConfigError(
-                f"{type(self).__name__}: a ticket is for all {len(names)} tensors, and the "
-                f"{len(keys)} keys differ from their names in {', '.join(sorted(wrong)[:5])}",
-                fix="pass the one group that prepare_weights_for_ipc returned, as it is",
+                f"{type(self).__name__}: keys must name all {len(names)} tensors; keys and names "
+                f"differ in {', '.join(sorted(wrong)[:5])}",
+                fix="pass the only group that prepare_weights_for_ipc returned, unchanged",
                 key="keys",
             )
         chosen = SendOptions.of(options)
@@ -199,8 +199,8 @@ class TakesWeights:
         receivers = ipc_handles.get("receivers", 1)
         if receivers < self.receiver_count:
             raise ConfigError(
-                f"{type(self).__name__}: the ticket is for {receivers} receivers, and this "
-                f"engine has {self.receiver_count}",
+                f"{type(self).__name__}: the ticket has receivers={receivers}, but this engine has "
+                f"{self.receiver_count}",
                 fix=f"call get_weights_ipc_handles(keys, receivers={self.receiver_count})",
                 key="receivers",
             )

@@ -254,7 +254,7 @@ def test_an_engine_that_gave_up_on_its_own_is_named(pair):
 def test_a_policy_without_tensors_is_refused(pair):
     trainer, engine = pair
     trainer.prepare_refit_info = lambda: None
-    with pytest.raises(RefitProtocolError, match="no tensors"):
+    with pytest.raises(RefitProtocolError, match="returned None"):
         go(trainer, engine)
 
 

@@ -193,7 +193,7 @@ def test_a_whole_refit_that_is_played_to_an_engine_is_refused(pair):
             player.send(key[0], frame)
         error = engine.failure()
     assert isinstance(error, RefitProtocolError)
-    assert "sent before or elsewhere" in str(error)
+    assert "repeated, of another channel" in str(error)
     assert engine.endpoint.version == 2
     engine.check()
     engine.meet(trainer.info())

@@ -250,7 +250,8 @@ def test_a_sender_waits_until_its_deadline_and_no_longer(state: str):
         ("p0 there", "receiver (engine, pid 100), 1 of 2 receivers"),
         ("p0 ready", "receiver (engine, pid 101)"),
         ("planning", "receiver 0"), ("p0 prepared", "receiver 1"),
-        ("packing", "the source"), ("both sent", "receiver 0"), ("p0 loaded both", "receiver 1"),
+        ("packing", "the weight source"), ("both sent", "receiver 0"),
+        ("p0 loaded both", "receiver 1"),
         ("p0 sealed", "receiver 1"), ("p0 done", "receiver 1"),
     ],
 )  # fmt: skip

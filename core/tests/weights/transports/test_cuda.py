@@ -182,7 +182,7 @@ def test_nccl_where_gpus_are_shared_is_refused_and_gloo_is_made_on_the_cpu(
     monkeypatch.setattr(collective, "uuid_of", lambda device: HERE)
     options = {"ip": "127.0.0.1", "port": 0, "receivers": 1}
     with closing(COLLECTIVE.sender(**options, backend="nccl")) as sender:
-        with pytest.raises(ConfigError, match=f"they are on {where}") as caught:
+        with pytest.raises(ConfigError, match=f"their tensors are on {where}") as caught:
             sender.lane_device(torch.device("cuda", 0), seen)
         assert caught.value.details["key"] == "backend"
         assert sender.lane_device(torch.device("cuda", 0), [(BEYOND,)]).type == "cuda"
@@ -207,7 +207,9 @@ class FullGpu:
 
 def test_a_lack_of_memory_says_which_setting_to_lower(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "empty", FullGpu())
-    with pytest.raises(RefitError, match="4096 bytes cannot be had on cuda:1") as caught:
+    with pytest.raises(
+        RefitError, match="cannot allocate a buffer of 4096 bytes on cuda:1"
+    ) as caught:
         CudaRegion.create(4096, torch.device("cuda:1"))
     assert "lower bucket_bytes" in str(caught.value.fix)
 

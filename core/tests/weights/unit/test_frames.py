@@ -101,7 +101,7 @@ def test_a_frame_is_taken_once():
     sender, receiver = bound()
     frame = sender.encode(Commit("session"))
     receiver.decode(frame)
-    with pytest.raises(RefitProtocolError, match="before"):
+    with pytest.raises(RefitProtocolError, match="repeated"):
         receiver.decode(frame)
 
 

@@ -101,7 +101,7 @@ def test_either_name_of_a_tied_pair_may_be_the_owner():
 def test_storages_of_two_dtypes_for_what_the_trainer_ties_are_refused_by_name():
     ours = manifest(replace(W, dtype="bfloat16"), replace(TIED, alias_of=None))
     with pytest.raises(
-        ManifestMismatchError, match="ties it to w, engine float32 and bfloat16"
+        ManifestMismatchError, match="tied to w, but the engine wants float32 and bfloat16"
     ) as e:
         compare(manifest(W, TIED), ours, casts=True)
     assert e.value.details["mistyped"] == ["head"]

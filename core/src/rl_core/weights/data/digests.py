@@ -81,14 +81,13 @@ class BlockHash:
         """The hash that a sender names."""
         if kind not in get_args(_Kind):
             raise RefitProtocolError(
-                f"the sender hashes with {kind!r}, which is not known here",
-                fix="install the same version of rl-core on both sides",
+                f"the sender hashes with {kind!r}, which this rl-core does not have",
                 phase="PREPARE",
             )
         if kind == "xxh3" and not private:
             raise RefitProtocolError(
-                "the sender hashes with 'xxh3', which protects no bytes that others can reach",
-                fix="let both ends of the transport have the same `private`",
+                "the sender hashes with 'xxh3', which does not protect data on a shared network",
+                fix="give both ends of the transport the same value of `private`",
                 phase="PREPARE",
             )
         return cls._keyed(cast("_Kind", kind), token)
@@ -114,7 +113,7 @@ class BlockHash:
         if self.kind == "xxh3":
             return xxhash.xxh3_128_digest
         if self.kind == "fold":
-            raise ValueError("fold takes tensors: Hasher")
+            raise ValueError("fold hashes tensors, not memory: use TensorHasher")
         from blake3 import blake3  # only where a refit leaves the host
 
         key = self.key

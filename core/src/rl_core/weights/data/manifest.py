@@ -70,9 +70,9 @@ class WeightManifest:
         if spec.dtype not in _DTYPES:
             return f"unknown dtype {spec.dtype!r}"
         if not all(type(size) is int and size >= 0 for size in spec.shape):
-            return f"a size in {spec.shape} is no number from 0 on"
+            return f"a size in the shape {spec.shape} is not an integer of 0 or more"
         if nbytes(spec) > _MOST_BYTES:
-            return f"{nbytes(spec)} bytes are more than any memory has"
+            return f"its {nbytes(spec)} bytes are more than any memory has"
         try:
             msgspec.msgpack.encode(spec)
         except (TypeError, ValueError, OverflowError) as error:  # such as half a character
@@ -185,7 +185,7 @@ def compare(
         wanted, sent = (dtypes.get(n, theirs.by_name[n].dtype) for n in (spec.name, root))
         if wanted != sent and not {spec.name, root} & {*faults["missing"], *faults["mistyped"]}:
             faults["mistyped"].append(spec.name)
-            notes[spec.name] = f"the trainer ties it to {root}, engine {wanted} and {sent}"
+            notes[spec.name] = f"tied to {root}, but the engine wants {wanted} and {sent}"
     if any(faults.values()):
         _mismatch(notes=notes, **faults)
     return dtypes
@@ -205,7 +205,7 @@ def _mismatch(notes: Mapping[str, str] | None = None, **faults: list[str]) -> No
     kinds = ("missing", "unexpected", "misshaped", "mistyped", "duplicate", "untied")
     raise ManifestMismatchError(
         "trainer and engine disagree on the tensors; nothing was written\n" + "\n".join(lines),
-        fix="load the same model on both sides, or give refit(module, engine) a rename; "
+        fix="load the same model on both sides, or pass rename= to refit(module, engine); "
         "error.details lists all names",
         phase="DISCOVER",
         **{kind: faults.get(kind, []) for kind in kinds},

@@ -178,8 +178,8 @@ def make_plan(
     least = max(ALIGN, _align(-(-total // MAX_BUCKETS)))
     if size < least:
         raise ConfigError(
-            f"bucket_bytes is {bucket_bytes}; the least is {least} for a model of {total} bytes",
-            fix="use some tens of megabytes",
+            f"bucket_bytes is {bucket_bytes}; a model of {total} bytes needs at least {least}",
+            fix="set bucket_bytes to tens of megabytes, such as 64_000_000, or leave it out",
             key="bucket_bytes",
         )
     sent = [i for i in range(len(manifest.owned)) if not (skip and skip[i])]

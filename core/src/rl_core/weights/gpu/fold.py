@@ -121,8 +121,8 @@ def _kernel(device: torch.device) -> Any:
         Exception
     ) as error:  # no compiler, or a GPU that it does not know: it has no narrower one
         warnings.warn(
-            f"Triton cannot compile for {device} ({error}), so that blocks are hashed there in "
-            "torch's own operations, which is many times slower. Fix: install a C compiler",
+            f"Triton cannot compile for {device} ({error}), so refits hash there with torch's own "
+            "operations, which is many times slower. Fix: install a C compiler",
             RuntimeWarning,
             stacklevel=2,
         )

@@ -47,9 +47,9 @@ class _Kind(Generic[M]):
         frame = self.sign(_encoder.encode(message), key, count)
         if len(frame) > MAX_FRAME_BYTES:
             raise RefitProtocolError(
-                f"{type(message).__name__} takes {len(frame)} bytes; a frame holds "
-                f"{MAX_FRAME_BYTES}",
-                fix="the model has too many tensors for one refit; shorten their names",
+                f"the message {type(message).__name__} has {len(frame)} bytes; a frame holds at "
+                f"most {MAX_FRAME_BYTES}",
+                fix="send fewer tensors, or tensors with shorter names",
             )
         return frame
 
@@ -63,26 +63,26 @@ class _Kind(Generic[M]):
         least = _HEAD_BYTES + _CODE_BYTES
         if not least < len(frame) <= MAX_FRAME_BYTES:
             raise RefitProtocolError(
-                f"a frame of {len(frame)} bytes; legal are {least + 1} to {MAX_FRAME_BYTES}"
+                f"received a frame of {len(frame)} bytes; valid are {least + 1} to "
+                f"{MAX_FRAME_BYTES}"
             )
         head, code, body = frame[:_HEAD_BYTES], frame[_HEAD_BYTES:least], frame[least:]
         if head[:-1] != _MAGIC + bytes([PROTOCOL]):
-            spoken = f"refit protocol {head[2]}" if head.startswith(_MAGIC) else "no refit protocol"
+            other = f"of refit protocol {head[2]}" if head.startswith(_MAGIC) else "of no refit"
             raise RefitProtocolError(
-                f"a frame of {spoken}; this side uses refit protocol {PROTOCOL}",
-                fix="install the same rl-core on both sides",
+                f"received a frame {other}; this side uses refit protocol {PROTOCOL}"
             )
         authentic = hmac.compare_digest(code, _code(key, head, count, body))
         if not authentic or head[-1:] != self._letter:
             raise RefitProtocolError(
-                "a frame that was damaged, that was sent before or elsewhere, or that was written "
-                "by someone without the channel's token",
+                "received a frame that is damaged, repeated, of another channel, or from a process "
+                "without this channel's token",
                 fix="call prepare_refit_info on both sides again, so that the tokens agree",
             )
         try:
             return self._decoder.decode(body)
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-            raise RefitProtocolError(f"a malformed message: {error}") from error
+            raise RefitProtocolError(f"received a malformed message: {error}") from error
 
 
 _encoder = msgspec.msgpack.Encoder()

@@ -56,10 +56,10 @@ class SenderInfo:
         if transport not in self.addresses:
             offered = ", ".join(self.addresses) or "nothing"
             raise LifecycleError(
-                f"{name}: the trainer offers {offered}, not {transport}",
-                fix="open it on both sides (init_collective), then prepare_refit_info again"
+                f"{name}: the trainer offers the transports {offered}, not {transport}",
+                fix="open it on both sides (init_collective), then call prepare_refit_info again"
                 if transport != "ipc"
-                else "look at the trainer's TMPDIR: its path must be short, on a local disk",
+                else "set the trainer's TMPDIR to a short path on a local disk",
             )
         return self.addresses[transport]
 
@@ -86,21 +86,20 @@ def trainer_of(
         raise RefitProtocolError(
             f"the trainer (rl-core {release}) uses refit protocol {spoken}, this engine "
             f"(rl-core {_release()}) protocol {PROTOCOL}",
-            fix="install the same rl-core in both environments",
             phase="DISCOVER",
         )
     try:
         theirs = msgspec.convert(info, _Info)
     except msgspec.ValidationError as error:
         raise RefitProtocolError(
-            f"this is no refit info of refit protocol {PROTOCOL}: {error}",
+            f"what prepare_refit_info got is not the info of refit protocol {PROTOCOL}: {error}",
             fix="pass what the policy's prepare_refit_info() returned",
             phase="DISCOVER",
         ) from error
     manifest = WeightManifest.of(theirs.tensors, last.manifest if last else None)
     if manifest.digest != theirs.digest:
         raise RefitProtocolError(
-            "the trainer's tensors do not have the digest that came with them", phase="DISCOVER"
+            "the digest in the trainer's refit info is not that of its tensors", phase="DISCOVER"
         )
     dtypes = compare_with(manifest)
     wire = manifest.cast(dtypes, last.wire if last else None)

@@ -96,10 +96,11 @@ class ReceiverSession(Session):
         ours = self.offer is None or message.session == self.offer.session
         if isinstance(message, messages.Abort) and ours:
             torn = self._end_of_failure is Phase.TORN
-            then = "generation is refused until one commits" if torn else "the old weights serve"
+            then = "until it commits, generating fails" if torn else "the old weights serve"
+            text, _, fix = message.message.partition("\nFix: ")
             error = (WeightsTornError if torn else RefitAborted)(
-                f"{self.phase}: the sender gave up: {message.message}",
-                fix=f"refit again; {then}",
+                f"{self.phase}: the sender gave up: {text}",
+                fix=f"{fix or 'call refit again'}; {then}",
                 phase=self.phase.value,
                 peer=self._awaited(),
                 cause=message.kind,
@@ -108,7 +109,7 @@ class ReceiverSession(Session):
             return []
         handler = self.TABLE.get((self.phase, type(message)))
         if handler is None or not ours:
-            return self._refuse(f"{type(message).__name__} is out of turn")
+            return self._refuse(f"received {type(message).__name__} out of order")
         effects: list[Effect] = getattr(self, handler)(message)
         return effects
 
@@ -150,7 +151,7 @@ class ReceiverSession(Session):
         return self.fail(
             RefitPeerError(
                 f"{self.where}: {self._awaited()} {why}",
-                fix="restart the trainer and refit again",
+                fix="restart the trainer, and call refit again",
                 peer=self._awaited(),
             )
         )
@@ -173,15 +174,15 @@ class ReceiverSession(Session):
         if offer.verify not in VERIFY_LEVELS or offer.isolation not in ISOLATION_LEVELS:
             return self.fail(
                 CapabilityError(
-                    f"verify={offer.verify!r} with isolation={offer.isolation!r} is not offered",
-                    fix=f"use one of {VERIFY_LEVELS} and one of {ISOLATION_LEVELS}",
+                    f"verify={offer.verify!r} with isolation={offer.isolation!r} is not supported",
+                    fix=f"use verify of {VERIFY_LEVELS} and isolation of {ISOLATION_LEVELS}",
                 )
             )
         if offer.manifest != self._manifest:
             return self.fail(
                 RefitAborted(
-                    "the trainer's tensors are no longer those that were checked",
-                    fix="pass the policy's prepare_refit_info() to the engine again",
+                    "the trainer's tensors are not those of the last prepare_refit_info()",
+                    fix="pass the policy's prepare_refit_info() to the engine, and refit again",
                 )
             )
         self._enter(Phase.PREPARE)
@@ -190,7 +191,7 @@ class ReceiverSession(Session):
 
     def _on_prepare(self, prepare: messages.Prepare) -> list[Effect]:
         if self._prepare is not None:
-            return self._refuse("Prepare came twice")
+            return self._refuse("received Prepare twice")
         self._prepare = prepare
         if prepare.deadline_s < self.remaining_s:
             self._seconds = prepare.deadline_s
@@ -200,13 +201,13 @@ class ReceiverSession(Session):
     def _on_bucket(self, bucket: messages.BucketReady) -> list[Effect]:
         expected = self._announced
         if bucket.index != expected or expected >= self._buckets:
-            return self._refuse(f"bucket {bucket.index}, expected {expected}")
+            return self._refuse(f"received bucket {bucket.index}, expected {expected}")
         self._announced += 1
         return [Load(bucket.index, bucket.digests)]
 
     def _on_seal(self, seal: messages.Seal) -> list[Effect]:
         if self._loaded != self._buckets:
-            return self._refuse(f"sealed after {self._loaded} of {self._buckets} buckets")
+            return self._refuse(f"received Seal after {self._loaded} of {self._buckets} buckets")
         self._enter(Phase.SEAL)
         return [Install(self._offer, seal.digest)]
 

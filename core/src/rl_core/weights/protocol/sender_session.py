@@ -122,7 +122,7 @@ class SenderSession(Session):
             return self.fail(self._reported(peer, message))
         handler = self.TABLE.get((self.phase, type(message)))
         if handler is None or self.phase in peer.did:
-            return self._break(peer, f"{type(message).__name__} out of turn")
+            return self._break(peer, f"{type(message).__name__} out of order")
         effects: list[Effect] = self._admit(key, peer) if key in self._offered else []
         if key in self._peers:
             effects += getattr(self, handler)(peer, message)
@@ -160,7 +160,7 @@ class SenderSession(Session):
         return self.fail(
             RefitPeerError(
                 f"{self.where}: {peer.name} closed its connection",
-                fix="restart that engine; the others take the next refit as they are",
+                fix="build that engine again; the others need no restart for the next refit",
                 peer=peer.name,
             )
         )
@@ -218,7 +218,7 @@ class SenderSession(Session):
         replaced: list[Effect] = []
         for old in ours:
             del self._peers[old]
-            replaced += self._dismiss(old, "the receiver came back on another connection")
+            replaced += self._dismiss(old, "the receiver has opened another connection")
         if len(self._peers) == self._receivers:
             return self._dismiss(key, self._full)
         taken = {other.number for other in self._peers.values()}
@@ -233,7 +233,7 @@ class SenderSession(Session):
         if any(p.ready and p.ready.dtypes != message.dtypes for p in self._peers.values()):
             return self.fail(
                 ManifestMismatchError(
-                    f"{peer.name} wants other dtypes than the receivers before it",
+                    f"{peer.name} wants other dtypes than the other receivers",
                     fix="give all engines of one refit the same dtype",
                     peer=peer.name,
                 )
@@ -257,7 +257,7 @@ class SenderSession(Session):
 
     def _on_loaded(self, peer: _Peer, message: messages.Loaded) -> list[Effect]:
         if message.index != peer.loaded or message.index >= self._packed:
-            return self._break(peer, f"Loaded({message.index}), expected {peer.loaded}")
+            return self._break(peer, f"Loaded({message.index}), expected Loaded({peer.loaded})")
         peer.loaded += 1
         return self._advance()
 
@@ -307,9 +307,8 @@ class SenderSession(Session):
         late = self._late()
         if message.kind == RefitPeerError.__name__ and late:
             return RefitPeerError(
-                f"{self.phase}: {late} kept {peer.name} waiting, which gave up",
-                fix="check the logs of the late receivers named above; raise deadline_s if the "
-                "model is large",
+                f"{self.phase}: {peer.name} gave up waiting for {late}",
+                fix=f"look at the log of {late}; raise deadline_s if the model is large",
                 peer=late,
             )
         return peer_error(
@@ -323,7 +322,7 @@ class SenderSession(Session):
     def _awaited(self) -> str:
         missing = self._receivers - len(self._peers)
         if not missing:
-            return self._late() or "the source"
+            return self._late() or "the weight source"
         who = [peer.name for peer in self._offered.values()]
         if absent := max(0, missing - len(who)):
             who.append(f"{absent} of {self._receivers} receivers")
@@ -334,7 +333,7 @@ class SenderSession(Session):
 
     @property
     def _full(self) -> str:
-        return f"this refit has all of its {self._receivers} receivers"
+        return f"this refit already has all of its receivers ({self._receivers})"
 
     def _late(self) -> str:
         """Who takes part and has not done what is due in this phase."""

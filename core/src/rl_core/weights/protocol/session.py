@@ -42,7 +42,7 @@ __all__ = [
 
 _MESSAGE_CHARS = 4000
 #: For two sides that do not count their refits alike any more.
-IN_STEP_AGAIN = "pass policy.prepare_refit_info() to every engine again, and refit again"
+IN_STEP_AGAIN = "pass policy.prepare_refit_info() to every engine again, then call refit again"
 #: What another side may have raised, and means the same on this one.
 _SAME_HERE = (RefitError, CapabilityError)
 
@@ -170,7 +170,7 @@ class Session(ABC):
             return self.fail(
                 RefitAborted(
                     f"{self.where}: {self.held_up} did not end within {self._seconds:g} s",
-                    fix="end running calls (close iterators of generate_async), or raise "
+                    fix="finish running calls (close iterators of generate_async), or raise "
                     "deadline_s",
                     peer=self.held_up,
                 )
@@ -230,9 +230,11 @@ def peer_error(
 ) -> RLError:
     """The error of another process, as one of the same class here; else a RefitPeerError."""
     found = getattr(errors, kind, None) if kind in errors.__all__ else None
+    text, _, fix = message.partition("\nFix: ")
+    details = {"fix": fix or None, **details}
     if isinstance(found, type) and issubclass(found, same_here) and found is not RefitError:
-        return found(message, **details)
-    return RefitPeerError(message, **details)
+        return found(text, **details)
+    return RefitPeerError(text, **details)
 
 
 def repeats_peer_error(error: RLError) -> bool:

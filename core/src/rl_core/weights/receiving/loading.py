@@ -225,7 +225,7 @@ def check_apart(targets: Iterable[tuple[str, str, torch.Tensor]]) -> None:
     for one, other in pairwise(ranges):
         if other[0] < one[1] and one[:3] != other[:3]:
             raise RefitProtocolError(
-                f"the engine's {one[3]} and {other[3]} overlap in memory, and are not tied",
+                f"the engine's {one[3]} and {other[3]} overlap in memory, but are not tied",
                 fix="declare ties in WeightSink.specs() (alias_of), or give each its own memory",
                 phase="PREPARE",
             )
@@ -299,7 +299,7 @@ class Loader:
                 name = next(n for n, (a, b) in zip(step.names, pairs, strict=False) if a != b)
                 raise RefitCorrupted(
                     f"bucket {index}, {name}: the bytes are not those that the sender packed",
-                    fix="refit again; if it happens twice, test the host's memory",
+                    fix="call refit again; if it happens twice, test the host's memory",
                     bucket=index,
                     tensor=name,
                 )
@@ -312,8 +312,8 @@ class Loader:
         """Compares all that the engine has, sent now or held before, with the sender's."""
         if self._verify != "none" and self.table.digest != digest:
             raise RefitCorrupted(
-                "the engine's tensors, with those it held before, differ from the sender's",
-                fix="refit again without delta",
+                "the engine's tensors after this delta refit are not the trainer's",
+                fix="call refit again without delta",
             )
 
     @torch.no_grad()
@@ -338,8 +338,8 @@ class Loader:
         wrong = [spec.name for spec in expected.tensors if spec.name not in right]
         if wrong:
             raise RefitCorrupted(
-                f"{len(wrong)} tensors are not installed as they arrived: {', '.join(wrong[:5])}",
-                fix="the engine's loader drops, misplaces or converts them",
+                f"tensors not installed as they arrived ({len(wrong)}): {', '.join(wrong[:5])}",
+                fix="report it to the backend's author: its sink drops, misplaces or converts them",
                 tensors=wrong,
             )
 

@@ -129,7 +129,7 @@ class RefitReceiver(Endpoint["ReceiveJob"]):
             raise WeightsTornError(
                 f"{self.name}: the weights are partly of version {self.version} and partly newer, "
                 "or were dropped",
-                fix="refit again; the engine needs no restart",
+                fix="call refit again; the engine needs no restart",
                 version=self.version,
             )
 
@@ -149,7 +149,7 @@ class RefitReceiver(Endpoint["ReceiveJob"]):
             raise RefitAborted(
                 f"{self.name}: the engine's weights were dropped or changed by something else "
                 "during the refit",
-                fix="refit again; the engine must stay as it is while a refit is under way",
+                fix="call refit again; do not put the engine to sleep or load weights meanwhile",
             )
 
     def publish(self, version: int, origin: int) -> None:
@@ -172,7 +172,7 @@ class RefitReceiver(Endpoint["ReceiveJob"]):
         self.device = torch.device(sink.device)
         with self.asking:
             for job in self.waiting():
-                job.superseded = "the engine was prepared again"
+                job.superseded = "prepare_refit_info was called again"
             before, self._trainer = self._trainer, trainer
             self.number = info["number"] - 1
             self._prepared = changes, sink
@@ -191,7 +191,7 @@ class RefitReceiver(Endpoint["ReceiveJob"]):
         self.check_open()
         for job in self.waiting():
             if job.transport == transport:
-                job.superseded = f"the transport {transport} is opened anew"
+                job.superseded = f"the transport {transport} was opened again"
         check_deadline(deadline_s)
         with exclusively(self.turn, deadline_s, f"{self.name}: a running refit"):
             connection = self._connect(transport, address, options)
@@ -223,7 +223,7 @@ class RefitReceiver(Endpoint["ReceiveJob"]):
             number = self.number = self.next_number(number)
             if (trainer := self._trainer) is None:
                 raise LifecycleError(
-                    f"{self.name}: no trainer is known",
+                    f"{self.name} does not know its trainer yet",
                     fix="call prepare_refit_info(policy.prepare_refit_info()) first",
                 )
             try:
@@ -303,7 +303,7 @@ class RefitReceiver(Endpoint["ReceiveJob"]):
             self.connections.close_lanes(lambda _, other: other is lane)
             lane = connection.lanes[plan.mode] = connection.end.attach(ref, self.id, device)
         if lane.data.numel() < plan.lane_bytes:
-            raise RefitProtocolError("the sender's memory is smaller than the plan needs")
+            raise RefitProtocolError("the sender's shared memory is smaller than its plan needs")
         return lane
 
     def unmap_trainer_memory(self) -> None:
@@ -449,7 +449,7 @@ class ReceiveJob(Job[ReceiverSession]):
         self.perform(effects)
 
     def lost_peers(self) -> list[Effect]:  # noqa: D102
-        return self.session.lost("died or does not answer") if self._end.lost() else []
+        return self.session.lost("has ended or does not answer") if self._end.lost() else []
 
     def do(self, effect: Effect) -> list[Effect]:  # noqa: D102
         session = self.session
@@ -529,7 +529,7 @@ class ReceiveJob(Job[ReceiverSession]):
             plan = buckets.plan
         self._plan = plan
         if plan.digest != prepare.plan:
-            raise RefitProtocolError("the two sides derive different plans", phase="PREPARE")
+            raise RefitProtocolError("sender and receiver made different plans", phase="PREPARE")
         try:
             self._lane = receiver.lane(
                 self._connection, plan, prepare.lane, torch.device(sink.device)
@@ -549,7 +549,7 @@ class ReceiveJob(Job[ReceiverSession]):
             known, mark_torn = dict(known), lambda: None
         if offer.kv_scales and isinstance(sink, StagedSink):
             raise CapabilityError(
-                "key/value scales cannot be taken back, so they do not travel with a staged refit",
+                "a staged refit cannot send key/value scales: the engine could not undo them",
                 fix='use isolation="quiesced"',
                 capability="staged",
             )
@@ -611,9 +611,9 @@ class ReceiveJob(Job[ReceiverSession]):
         except Exception as error:
             self.endpoint.forget()
             raise WeightsTornError(
-                f"{self.endpoint.name}: the engine's sink raised when a refit failed: "
+                f"{self.endpoint.name}: WeightSink.fail raised after a refit failed: "
                 f"{type(error).__name__}: {error}",
-                fix="refit again",
+                fix="call refit again",
                 phase=self.session.phase.value,
             ) from error
         finally:

@@ -46,7 +46,7 @@ class StagedSink(WeightSink):
     ) -> None:
         if type(sink).read is WeightSink.read:
             raise CapabilityError(
-                f"{type(sink).__name__} cannot read its tensors, so no refit can be undone",
+                f"{type(sink).__name__} cannot read its tensors, so a refit cannot be undone",
                 fix='use isolation="quiesced", or implement WeightSink.read',
                 capability="staged",
             )

@@ -115,7 +115,7 @@ def checked_tensors(
                 raise ManifestMismatchError(
                     f"the source yielded {name} {list(tensor.shape)} {tensor.dtype} where its "
                     f"specs declare {spec.name} {list(spec.shape)} {spec.dtype}",
-                    fix="make WeightSource.tensors yield the asked names as declared",
+                    fix="make WeightSource.tensors yield the tensors as its specs declare them",
                     misshaped=[spec.name],
                 )
             yield spec, tensor

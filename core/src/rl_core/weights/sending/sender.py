@@ -122,7 +122,7 @@ class RefitSender(Endpoint["SendJob"]):
         self.check_open()
         for job in self.waiting():
             if job.options.transport == transport:
-                job.cancelled = f"the transport {transport} is opened anew"
+                job.cancelled = f"the transport {transport} was opened again"
         with exclusively(self.turn, deadline_s, f"{self.name}: a running refit"):
             self.connections.close(transport)
             end = self.runtime.transport(transport).sender(**options)
@@ -370,7 +370,7 @@ class SendJob(Job[SenderSession]):
             if channel is None:
                 self._channels[key] = Channel(self.endpoint.token, hello.nonce, "sender")
             elif channel.nonce != hello.nonce:
-                raise RefitProtocolError("a second, different Hello on one connection")
+                raise RefitProtocolError("received a second, different Hello on one connection")
             return self.session.receive(key, hello)
         if channel is None:
             return []  # of a refit before this one
@@ -378,7 +378,7 @@ class SendJob(Job[SenderSession]):
 
     def lost_peers(self) -> list[Effect]:  # noqa: D102
         if self.session.phase is Phase.DISCOVER and (why := self._end.refused()) is not None:
-            error = RefitAborted(f"DISCOVER: a receiver will not come: {why}", peer="a receiver")
+            error = RefitAborted(f"DISCOVER: a receiver gave up: {why}", peer="a receiver")
             return self.session.fail(error)
         if self.session.phase is not Phase.COMMIT:  # in which nothing is read any more
             self._source.check()
@@ -491,7 +491,7 @@ class SendJob(Job[SenderSession]):
         elif self._casts:
             reason = f"the engine wants {self._casts} tensors in another dtype"
         elif (tensors := self._source.persistent()) is None:
-            reason = "the source makes its tensors on the fly"
+            reason = "the weight source computes its tensors during the refit"
         else:
             reason = moved.reason_not_shareable(self._manifest, tensors, self._device)
             if reason is None and mode == "auto":
@@ -513,8 +513,8 @@ class SendJob(Job[SenderSession]):
                 if mode == "direct":
                     raise RefitError(
                         f"refit: mode='direct' is not possible: {reason}",
-                        fix='use mode="auto" or mode="packed", or leave more memory free: that of '
-                        "one tensor on the CPU, that of all tensors on a GPU",
+                        fix='use mode="auto" or mode="packed", or free memory: as much as the '
+                        "largest tensor needs on the CPU, as all tensors need on a GPU",
                     ) from error
         self._fallback = reason
         return reason is None
@@ -550,7 +550,7 @@ class SendJob(Job[SenderSession]):
             text = f"the weight source could not be closed: {type(error).__name__}: {error}"
             if self.session.error is None:
                 raise RefitError(
-                    f"{self.endpoint.name}: {text}", fix="look at WeightSource.close"
+                    f"{self.endpoint.name}: {text}", fix="correct WeightSource.close"
                 ) from error
             self.session.error.add_note(text)
 
@@ -561,7 +561,7 @@ class SendJob(Job[SenderSession]):
             raise LifecycleError(
                 f"{sender.name}: version {sender.version} was committed while version "
                 f"{self.version} waited to be sent again",
-                fix="refit again",
+                fix="call refit again",
                 version=sender.version,
             )
         self._same = self.options.version == sender.version
@@ -569,7 +569,7 @@ class SendJob(Job[SenderSession]):
             raise LifecycleError(
                 f"{sender.name}: version {self.version} was committed already, and without hashes "
                 "nothing shows whether the weights are the same",
-                fix='refit with verify="wire", both times; or leave version out',
+                fix='use verify="wire" in both refits, or leave version out',
                 version=self.version,
             )
 
@@ -581,15 +581,15 @@ class SendJob(Job[SenderSession]):
                 f"{self.endpoint.name}: version {self.version} was hashed with {hashed.kind}, and "
                 f"this refit hashes with {self._hash.kind}: nothing shows whether the weights "
                 "are the same",
-                fix="send it over the transport, and from the device, of the last refit of all",
+                fix="use the transport and device of the refit that committed this version",
                 version=self.version,
             )
         if before is None or self._table is None or before.digest != self._table.digest:
             raise LifecycleError(
                 f"{self.endpoint.name}: the weights are no longer those of version "
                 f"{self.version}, which the other engines serve",
-                fix="let the engine take part in the next refit of all, or send this version "
-                "before training goes on, in the dtypes and with the bucket_bytes of the others",
+                fix="refit all engines together; or refit this one before the next training step, "
+                "with the dtypes and the bucket_bytes of the others",
                 version=self.version,
             )
 

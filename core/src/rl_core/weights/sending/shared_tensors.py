@@ -53,28 +53,26 @@ class SharedTensors:
             tensor = tensors.get(spec.name)
             if spec.alias_of is not None:
                 if tensor is not None and tensor is not tensors.get(spec.alias_of):
-                    return (
-                        f"{spec.name} shares memory with {spec.alias_of} by another tensor object"
-                    )
+                    return f"{spec.name} and {spec.alias_of} are two tensor objects of one memory"
                 continue
             if not numel(spec):
                 continue
             if tensor is None:
-                return f"the source keeps no tensor {spec.name}"
+                return f"the weight source has no tensor {spec.name} in memory"
             if tensor.device != device:
                 return f"{spec.name} is on {tensor.device}, which engines cannot read"
             if tensor.shape != spec.shape or tensor.dtype != dtype_of(spec):
-                return f"{spec.name} is not kept as it is declared"
+                return f"{spec.name} has another shape or dtype than its spec declares"
             if not tensor.is_contiguous() or tensor.untyped_storage().nbytes() != nbytes(spec):
-                return f"{spec.name} is a view of other memory"
+                return f"{spec.name} is a view of a larger storage, or not contiguous"
             if (owner := owners.setdefault(tensor.data_ptr(), spec.name)) != spec.name:
-                return f"{spec.name} shares memory with {owner}, and does not declare it"
+                return f"{spec.name} shares memory with {owner}, but is not declared as its alias"
         for name in owners.values():
             # If a detached twin were moved, what is trained would stay behind.
             if torch._C._storage_Use_Count(tensors[name].untyped_storage()._cdata) > _OWN_USERS:
                 return (
-                    f"{name} shares memory with a tensor that is not the source's, such as one of "
-                    "a kept state_dict(), a view, or a loss with a kept graph"
+                    f"{name} shares memory with a tensor outside of the weight source, such as one "
+                    "of a kept state_dict(), a view, or a loss whose graph is kept"
                 )
         return None
 

@@ -288,4 +288,4 @@ class Transport(ABC):
 def refuse_options(who: str, options: Mapping[str, Any]) -> None:
     """Raises ConfigError for the first of the options, where ``who`` takes none."""
     for key in options:
-        raise ConfigError(f"{who} has no option {key!r}", fix="give it no options", key=key)
+        raise ConfigError(f"{who} has no option {key!r}", fix=f"remove {key!r}", key=key)

@@ -68,8 +68,8 @@ def require_room(*, first: bool = False) -> None:
             thread.join()
     except (OSError, RuntimeError, ValueError) as error:
         raise RefitError(
-            f"process {os.getpid()} has no room for a refit, which takes {_SPARE} file "
-            f"descriptors, and threads at first: {error}",
+            f"process {os.getpid()} is at a limit: a refit needs {_SPARE} free file descriptors "
+            f"and a new thread: {error}",
             fix="raise its limits (ulimit -n, ulimit -u, ulimit -v), or close files",
         ) from error
     finally:
@@ -147,7 +147,7 @@ class ControlServer:
         except zmq.ZMQError as error:
             self._destroy()
             raise RefitError(
-                f"{bind} cannot be bound: {error}",
+                f"the socket {bind} cannot be bound: {error}",
                 fix="set TMPDIR to a short path on a local disk"
                 if bind.startswith("ipc:")
                 else "give an address of this host",
@@ -250,7 +250,8 @@ class ControlClient:
             monitored.socket.connect(self.endpoint)
         except zmq.ZMQError as error:
             monitored.close()
-            raise RefitError(f"{self.endpoint} cannot be connected to: {error}") from error
+            fix = "call refit again; if it fails again, check the trainer's address"
+            raise RefitError(f"cannot connect to {self.endpoint}: {error}", fix=fix) from error
         self._monitored = monitored
 
     def disconnect(self) -> None:

@@ -85,7 +85,7 @@ class CudaRegion(Lane):
             handle, offset = _export(data)
         except torch.OutOfMemoryError as error:
             raise RefitError(
-                f"a buffer of {nbytes} bytes cannot be had on {device}: {error}",
+                f"cannot allocate a buffer of {nbytes} bytes on {device}: {error}",
                 fix="lower bucket_bytes, or leave more of the GPU's memory free",
             ) from error
         except RuntimeError as error:
@@ -109,7 +109,7 @@ class CudaRegion(Lane):
         try:
             wanted = msgspec.convert(ref, _Ref)
         except msgspec.ValidationError as error:
-            raise RefitProtocolError(f"a malformed reference to a GPU's memory: {error}") from error
+            raise RefitProtocolError(f"received a malformed GPU reference: {error}") from error
         owner = _OWNED.get((wanted.pid, wanted.key))
         if owner is not None:  # CUDA does not map memory into the process that made it
             return cls(owner.data, wanted)
@@ -131,7 +131,7 @@ class CudaRegion(Lane):
             raise RefitProtocolError(
                 f"the sender's memory on {wanted.uuid} (here cuda:{index}) cannot be mapped: "
                 f"{error}",
-                fix="see that the sender still runs, as the same user on this host, and that "
+                fix="check that the sender still runs, as the same user on this host, and that "
                 "containers share their IPC namespace",
             ) from error
         return cls(torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage), wanted)
@@ -171,8 +171,8 @@ def _export(data: torch.Tensor) -> tuple[bytes, int]:
         for segment in segments
     ):
         raise RefitError(
-            f"memory on {data.device} lies in an expandable segment, which other processes can "
-            "map only with rights that containers rarely give",
+            f"memory on {data.device} is in an expandable segment, which other processes can map "
+            "only with rights that containers rarely grant",
             fix="leave expandable_segments out of PYTORCH_ALLOC_CONF and PYTORCH_CUDA_ALLOC_CONF "
             "in the trainer's process, or use the collective transport",
         )

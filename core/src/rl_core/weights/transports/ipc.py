@@ -65,7 +65,7 @@ class IpcSender(ControlServer, SenderEnd):
             self._directory = tempfile.mkdtemp(prefix=prefix)
         except OSError as error:
             raise RefitError(
-                f"no private directory for a socket can be made: {error}",
+                f"cannot create a private directory for a socket: {error}",
                 fix="set TMPDIR to a short path on a local disk",
             ) from error
         self._remove = weakref.finalize(self, _remove, self._directory, os.getpid())
@@ -114,7 +114,7 @@ class IpcReceiver(ControlClient, ReceiverEnd):
                 "either the trainer has ended, or this process sees another directory under that "
                 "name (another host or container) or runs as another user",
                 fix="if the trainer runs, run both sides as one user with one TMPDIR, or use "
-                "the collective transport; else start it again, and prepare_refit_info",
+                'transport="collective"; else start it again, and call refit again',
                 phase="DISCOVER",
                 peer="the sender",
             ) from error
@@ -160,9 +160,9 @@ def _endpoint(address: Mapping[str, Any]) -> str:
     try:
         endpoint = msgspec.convert(address, _Address).endpoint
     except msgspec.ValidationError as error:
-        raise RefitProtocolError(f"a malformed ipc address: {error}") from error
+        raise RefitProtocolError(f"received a malformed ipc address: {error}") from error
     if not endpoint.startswith(_SCHEME):
-        raise RefitProtocolError(f"{endpoint!r} is not an ipc endpoint")
+        raise RefitProtocolError(f"received {endpoint!r}, which is not an ipc endpoint")
     return endpoint
 
 

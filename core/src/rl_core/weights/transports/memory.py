@@ -108,7 +108,7 @@ class SharedRegion(Lane):
             wanted = msgspec.convert(ref, _Ref)
             fd = os.open(wanted.path, os.O_RDONLY | os.O_CLOEXEC)
         except msgspec.ValidationError as error:
-            raise RefitProtocolError(f"a malformed reference to memory: {error}") from error
+            raise RefitProtocolError(f"received a malformed memory reference: {error}") from error
         except (OSError, ValueError) as error:
             raise _unmapped(wanted.path, error) from error
         try:
@@ -156,7 +156,7 @@ class SharedRegion(Lane):
 
 def _lacking(nbytes: int, error: OSError) -> RefitError:
     return RefitError(
-        f"{nbytes} bytes of shared memory cannot be had: {error}",
+        f"cannot allocate {nbytes} bytes of shared memory: {error}",
         fix="lower bucket_bytes, or give the host (or container) more memory",
     )
 
@@ -164,7 +164,7 @@ def _lacking(nbytes: int, error: OSError) -> RefitError:
 def _unmapped(path: str, error: Exception) -> RefitProtocolError:
     return RefitProtocolError(
         f"the sender's shared memory {path} cannot be mapped: {error}",
-        fix="run both sides as one user in one PID namespace, or use the collective transport",
+        fix='run both sides as one user in one PID namespace, or use transport="collective"',
     )
 
 
