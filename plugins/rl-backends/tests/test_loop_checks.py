@@ -72,7 +72,7 @@ class Loop:
 
 
 def test_generation_output_is_no_training_batch():
-    with pytest.raises(DataError, match="generate returned") as refused:
+    with pytest.raises(DataError, match="output of generate") as refused:
         Loop().train(output())
     assert "training_batch(output, rewards" in str(refused.value.fix)
 
@@ -80,7 +80,7 @@ def test_generation_output_is_no_training_batch():
 @pytest.mark.parametrize("key", ["advantages", "generation_logprobs", "prev_logprobs"])
 def test_a_rollout_without_token_mask_is_refused(key):
     batch = {"input_ids": torch.ones(2, 3), key: torch.zeros(2, 3)}
-    with pytest.raises(DataError, match="prompts would count as actions"):
+    with pytest.raises(DataError, match="tokens of prompts would be trained"):
         Loop().train(BatchedDataDict(batch))
     assert Loop().train(BatchedDataDict(batch, token_mask=torch.ones(2, 3))) == []
 
@@ -130,7 +130,7 @@ def test_another_enum_means_the_same(given, wanted):
 
 @pytest.mark.parametrize("given", [Foreign.DISTILLATION, "hidden_states", 3])
 def test_an_input_that_no_policy_has_is_refused(given):
-    with pytest.raises(ConfigError, match="no policy hands"):
+    with pytest.raises(ConfigError, match="no policy computes"):
         input_type_of(SimpleNamespace(input_type=given))
 
 
@@ -154,7 +154,7 @@ def test_losses_are_called_by_the_names_they_know():
 def test_another_distribution_is_warned_of_once_with_both(other):
     loop = Loop(temperature=1.0)
     [said] = loop.train(loop.generate(other))
-    assert f"sampled with {other}, the policy" in said
+    assert f"sampled with {other}, but the policy" in said
     assert "at temperature 1 over the whole vocabulary" in said
     loop.refit()
     assert loop.train(loop.generate("temperature 0.7")) == []
@@ -175,7 +175,7 @@ def from_trainers(loop: Loop, *origins: int) -> BatchedDataDict[Any]:
 def test_rows_of_another_trainer_are_warned_of_once_with_the_first():
     loop = Loop()
     [said] = loop.train(from_trainers(loop, 5, 6))
-    assert "1 of these 2 rows, row 1 the first, are from another trainer's weights" in said
+    assert "1 of 2 rows (the first is row 1) were generated with another trainer's weights" in said
     assert "(origin 6; this policy's is 5)" in said
     loop.refit()
     assert loop.train(from_trainers(loop, 6, 7)) == []
@@ -224,8 +224,8 @@ def test_an_engine_that_computes_another_model_is_warned_of_once():
     loop.refit()
     assert scored(loop, off=0.04) == []
     [said] = scored(loop)
-    assert "off the policy's by a factor of 1.22 on average" in said
-    assert "of the same weights" in said
+    assert "differ from the policy's by a factor of 1.22 on average" in said
+    assert "with the same weights" in said
     assert scored(loop) == []
 
 

@@ -226,7 +226,7 @@ def test_a_refit_the_wrong_way_round_is_refused(make):
 def test_another_distribution_is_warned_of_once_for_each_engine(make, option, said):
     policy = SimpleNamespace(config={"temperature": 1.0})
     other, same, greedy = make(**option), make(top_p=1.0, top_k=-1), make(**option, do_sample=False)
-    with pytest.warns(LoopWarning, match=f"{re.escape(said)} the policy.*temperature 1 over"):
+    with pytest.warns(LoopWarning, match=f"{re.escape(said)} but the policy.*temperature 1 over"):
         warn_of_sampling(policy, other)
     with warnings.catch_warnings():
         warnings.simplefilter("error")

@@ -310,7 +310,7 @@ def test_ranks_of_other_weights_refuse_at_once_until_all_have_loaded(tmp_path: P
             lambda policy: policy.train(rows_of(policy), Nll(), eval_mode=True),
             lambda policy: policy.save_checkpoint(tmp_path / "mixture"),
         )
-        refuses(policy, calls, r"weights of rank 1 of 2 .* of state 3, those of rank 0 of state 2")
+        refuses(policy, calls, r"rank 1 of 2 .* has taken 3 steps and loads, rank 0 has taken 2")
         policy.load_checkpoint(tmp_path / "ck")
         return expected, policy.train(rows_of(policy), Nll())
 
@@ -375,7 +375,11 @@ def test_what_fails_midway_on_one_rank_leaves_all_refusing_until_they_load(
         policy.fails = what
         with pytest.raises((RuntimeError, TrainingError), match="out of memory"):
             load_or_train(policy, tmp_path / "ck", load=what == "the load")
-        refuses(policy, calls[: 4 + (policy.ranks.rank == 0)], "half of one state.*out of memory")
+        refuses(
+            policy,
+            calls[: 4 + (policy.ranks.rank == 0)],
+            "partly old and partly new.*out of memory",
+        )
         policy.fails = ""
         policy.load_checkpoint(tmp_path / "ck")
         return expected, policy.train(rows_of(policy), Nll())

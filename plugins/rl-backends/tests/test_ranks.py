@@ -62,7 +62,7 @@ def joined() -> Iterator[Callable[[str], tuple[RankGroup, Any]]]:
         peer.communicate()
 
 
-FATES = [("SIGKILL", "died"), ("SIGSTOP", "its process is stopped")]
+FATES = [("SIGKILL", "has ended"), ("SIGSTOP", "its process is stopped")]
 
 
 @pytest.mark.parametrize(("signal", "fate"), FATES)
@@ -87,7 +87,7 @@ def test_who_only_did_not_take_part_is_not_guessed(joined: Any) -> None:
     group, own = joined("runs")
     with (
         pytest.raises(
-            WorkerDiedError, match=r"could not finish a sum: a peer .* all run"
+            WorkerDiedError, match=r"could not finish a sum: a peer .* are running"
         ) as raised,
         group.collectives("a sum"),
     ):

@@ -293,7 +293,7 @@ def test_an_engine_that_fails_fails_the_calls_in_it_and_serves_those_after(pool)
 
 def test_a_call_has_a_deadline_and_gives_its_rows_up():
     engine = Engine(room=2, call_deadline_s=2.0, stepped=True)
-    with pytest.raises(DeadlineError, match=r"2 rows in the engine, 1 waiting") as caught:
+    with pytest.raises(DeadlineError, match=r"rows in the engine: 2, waiting: 1") as caught:
         engine.generate(prompt(5, 6, 7))
     assert "call_deadline_s" in str(caught.value)
     until(lambda: not engine.rows.rows)
@@ -336,7 +336,7 @@ def test_a_reader_whose_loop_is_gone_keeps_nobody_waiting():
 
 def test_who_changes_the_engine_cannot_generate_meanwhile():
     engine = Engine()
-    with engine._lock, pytest.raises(LifecycleError, match="after the refit"):
+    with engine._lock, pytest.raises(LifecycleError, match="changes the engine"):
         engine.generate(prompt(5))
     assert engine.generate(prompt(5)).size == 1
 

@@ -24,8 +24,8 @@ def described(backend: Any, config: Mapping[str, Any], *facts: str) -> str:
 def not_copied(backend: Any, create: str) -> CapabilityError:
     """The error of pickling or copying a backend."""
     return CapabilityError(
-        f"a {type(backend).__name__} lives in the process that built it: it is not pickled or "
-        "copied",
-        fix=f"run it in workers, and call it from here: {create}(config, LocalCluster(1)); "
-        f"{create}(config) in the other process builds another",
+        f"a {type(backend).__name__} cannot be pickled or copied: it works only in the process "
+        "that built it",
+        fix=f"run it in a worker, {create}(config, LocalCluster(1)), or build another one in the "
+        f"other process, {create}(config)",
     )

@@ -96,7 +96,7 @@ def gpus() -> Iterator[str]:
         for line in done.stdout.splitlines():
             yield "{}, {}, driver {}".format(*line.split(", "))
     except FileNotFoundError:
-        yield "none (there is no nvidia-smi)"
+        yield "none (nvidia-smi is not installed)"
     except (subprocess.SubprocessError, OSError, IndexError) as error:
         yield f"unknown: {error}"
 

@@ -124,8 +124,8 @@ def input_lengths(data: Mapping[str, Any], filler: Sequence[int] = ()) -> torch.
         allowed = torch.isin(ids.to(torch.int64), torch.tensor(list(filler), dtype=torch.int64))
         check_rows(
             (past & ~allowed).any(1),
-            f"tokens other than padding {tuple(dict.fromkeys(filler))} stand past the row's length "
-            "(left-padded, or a wrong length)",
+            f"tokens other than the padding {tuple(dict.fromkeys(filler))} follow after the row's "
+            "length (left-padded, or a wrong length)",
             fix=f"{_PAD_RIGHT} and give each row's true length",
         )
     return lengths
@@ -135,7 +135,7 @@ def check_rows(bad: torch.Tensor, message: str, *, fix: str) -> None:
     """Raises a DataError that names the first bad row of ``[B]`` bool."""
     if bad.any():
         rows = bad.nonzero().flatten()
-        more = f" (and {len(rows) - 1} more rows)" if len(rows) > 1 else ""
+        more = f" ({len(rows)} such rows)" if len(rows) > 1 else ""
         raise DataError(
             f"row {int(rows[0])}: {message}{more}", fix=fix, row=int(rows[0]), key="input_ids"
         )
@@ -187,8 +187,8 @@ def check_limits(
     if context is not None and ids.shape[1] > context and (lengths > context).any():
         row = int((lengths > context).nonzero()[0])
         raise DataError(
-            f"row {row}: {int(lengths[row])} tokens, the model's context is {context}",
-            fix="shorten the row, or raise max_model_len if it is below what the model can do",
+            f"row {row} has {int(lengths[row])} tokens, but the context has {context}",
+            fix="shorten the row, or raise max_model_len if it is below the model's context",
             row=row,
             key="input_ids",
         )
@@ -202,7 +202,7 @@ def check_greedy(greedy: object) -> None:
     """
     if greedy not in (True, False):
         raise DataError(
-            f"greedy is {greedy!r}",
+            f"greedy must be True or False, got {greedy!r}",
             fix="give True for the argmax, or False to sample",
             key="greedy",
         )
@@ -266,16 +266,20 @@ def tags_of(
     for key, value in kwargs.items():
         if key not in ("tags", *also):
             raise ConfigError(
-                f"unknown keyword {key!r}", fix=f"use some of {['tags', *also]}", key=key
+                f"unknown keyword {key!r}", fix=f"use one of {', '.join(['tags', *also])}", key=key
             )
         if key in also and not isinstance(value, bool):
-            raise ConfigError(f"{key} is {value!r}", fix="give True or False", key=key)
+            text = f"{key} must be True or False, got {value!r}"
+            raise ConfigError(text, fix="give True or False", key=key)
     if len(args) + ("tags" in kwargs) > 1:
-        raise ConfigError(f"{args!r} and {kwargs!r} are too many", fix="give tags once", key="tags")
+        text = f"got several values of tags: {args!r} and {kwargs!r}"
+        raise ConfigError(text, fix="give tags once", key="tags")
     tags = kwargs.get("tags") or (args[0] if args else None)
     chosen = TAGS if tags is None else frozenset(tags)
     if unknown := chosen - TAGS:
         raise ConfigError(
-            f"unknown tags {sorted(unknown)}", fix=f"use some of {sorted(TAGS)}", key="tags"
+            f"unknown tags {sorted(unknown)}",
+            fix=f"use one of {', '.join(sorted(TAGS))}",
+            key="tags",
         )
     return chosen

@@ -91,9 +91,9 @@ def check_remote_code(name: str, settings: dict[str, Any], *, trust: bool) -> No
     if (auto_map := settings.get("auto_map")) and not trust:
         names = auto_map.values() if isinstance(auto_map, dict) else [auto_map]
         raise ConfigError(
-            f"{name} comes with Python of its own ({', '.join(sorted(map(str, names)))}), "
-            "which is not run unless it is trusted",
-            fix="read that code, then set trust_remote_code=True",
+            f"{name} needs Python code of the checkpoint ({', '.join(sorted(map(str, names)))}), "
+            "and trust_remote_code is not set",
+            fix="read that code; if you trust it, set trust_remote_code to True",
             key="trust_remote_code",
         )
 
@@ -140,8 +140,8 @@ def model_facts(
     name = config.get("model_name", "the model")
     if pad is None:
         raise ConfigError(
-            f"{name} has no pad token, in its tokenizer or its configuration",
-            fix="set pad_token_id, usually to the end-of-sequence token's id",
+            f"neither the tokenizer nor the configuration of {name} has a pad token",
+            fix="set pad_token_id, usually to the id of the end-of-sequence token",
             key="pad_token_id",
         )
     if not 0 <= pad < vocab_size:
@@ -158,7 +158,7 @@ def check_stop_strings(config: Mapping[str, Any], tokenizer: Any) -> None:
     """Raises a ConfigError where ``stop_strings`` are set and no tokenizer could find them."""
     if config.get("stop_strings") and tokenizer is None:
         raise ConfigError(
-            f"stop_strings are set, and {config['model_name']} has no tokenizer",
+            f"stop_strings are set, but {config['model_name']} has no tokenizer",
             fix="save the tokenizer beside the model, or use stop_token_ids",
             key="stop_strings",
         )
@@ -203,8 +203,8 @@ def check_files(directory: Path, format_: str = "auto", *, without_weights: str 
     tied = settings.get("tie_word_embeddings")
     if tied is False and _INPUT in names and _OUTPUT not in names:  # an engine would make some up
         raise ConfigError(
-            f"config.json in {directory} says that the output embeddings are not tied, and the "
-            f"weights have no {_OUTPUT}",
+            f"config.json in {directory} does not tie the output embeddings, but the weights have "
+            f"no {_OUTPUT}",
             fix=_AGAIN,
             key="model_name",
         )
@@ -214,13 +214,13 @@ def _check_shards(index: Path) -> set[str]:
     """The tensors of an index; its files are there, whole, and have these tensors."""
     where = read_object(index).get("weight_map")
     if not isinstance(where, dict) or not all(isinstance(file, str) for file in where.values()):
-        raise _broken(index, "has no weight_map of names to files")
+        raise _broken(index, "has no weight_map from tensor names to files")
     for file in sorted(set(where.values())):
         shard = index.parent / file
         if not shard.exists():
             count = sum(one == file for one in where.values())
             raise ConfigError(
-                f"{index} names {file} for {count} tensors, and there is no such file",
+                f"{index} names the file {file}, which does not exist (tensors in it: {count})",
                 fix=_AGAIN,
                 key="model_name",
             )
@@ -229,7 +229,7 @@ def _check_shards(index: Path) -> set[str]:
             continue
         listed = {name for name, one in where.items() if one == file}
         if missing := sorted(listed - _safetensors_names(shard)):
-            raise _broken(shard, f"lacks {len(missing)} tensors of the index: {missing[:_FEW]}")
+            raise _broken(shard, f"lacks tensors of the index ({len(missing)}): {missing[:_FEW]}")
     return set(where)
 
 
@@ -239,13 +239,13 @@ def _safetensors_names(file: Path) -> set[str]:
         head = stream.read(8)
         length, size = int.from_bytes(head, "little"), file.stat().st_size
         if len(head) < 8 or length > _MOST_HEADER or 8 + length > size:
-            raise _broken(file, "is cut short, or is no safetensors file")
+            raise _broken(file, "is cut short, or is not a safetensors file")
         try:
             header = json.loads(stream.read(length))
             tensors = {name: one for name, one in header.items() if name != "__metadata__"}
             end = max((one["data_offsets"][1] for one in tensors.values()), default=0)
         except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
-            raise _broken(file, "is no safetensors file: its header cannot be read") from error
+            raise _broken(file, "is not a safetensors file: its header cannot be read") from error
     if size != 8 + length + end:
         raise _broken(file, f"has {size} bytes, and its tensors need {8 + length + end}")
     return set(tensors)
@@ -271,7 +271,7 @@ def read_object(file: Path) -> dict[str, Any]:
         except ValueError as error:  # also what is not UTF-8
             raise _broken(file, f"is not JSON: {error}") from error
     if not isinstance(found, dict):
-        raise _broken(file, "is no JSON object")
+        raise _broken(file, "is not a JSON object")
     return found
 
 
@@ -281,12 +281,14 @@ def _opened(file: Path) -> Any:
         stream = file.open("rb")
     except OSError as error:
         raise ConfigError(
-            f"{file} cannot be read: {error.strerror}", fix="look at its rights", key="model_name"
+            f"{file} cannot be read: {error.strerror}",
+            fix="correct its permissions",
+            key="model_name",
         ) from error
     if stream.read(len(_LFS)) == _LFS:
         stream.close()
         raise ConfigError(
-            f"{file} is a pointer of Git LFS, not the file itself",
+            f"{file} is a Git LFS pointer, not the file itself",
             fix=f"run git lfs pull in {file.parent}",
             key="model_name",
         )

@@ -28,7 +28,7 @@ def hub(monkeypatch, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("variable", "says"), [(None, "did not answer"), ("TRANSFORMERS_OFFLINE", "forbids to ask")]
+    ("variable", "says"), [(None, "did not answer"), ("TRANSFORMERS_OFFLINE", "forbids downloads")]
 )
 def test_a_name_that_cannot_be_looked_up_is_told_at_once(variable, says, hub, monkeypatch):
     if variable:

@@ -173,15 +173,13 @@ def test_the_error_names_module_and_attribute_and_the_way_out():
 
 def test_a_model_that_was_not_watched_and_one_that_keeps_more_are_refused():
     model, how = nn.Linear(2, 2), {"fix": "use another", "without_refits": "set my_cfg.refit"}
-    with pytest.raises(
-        CapabilityError, match="nobody saw how MyEngine loaded its Linear"
-    ) as caught:
+    with pytest.raises(CapabilityError, match="how MyEngine loaded it was not recorded") as caught:
         check_derived(model, "MyEngine", **how)
     assert "rl-myengine" in caught.value.fix
     seen = LoadWatch(model, "MyEngine")
     seen.weights_loaded(model)
     model.kept = torch.ones(2)
     seen.hooks_finished(model)
-    with pytest.raises(CapabilityError, match=r"MyEngine keeps something .*: kept\n") as caught:
+    with pytest.raises(CapabilityError, match=r"MyEngine keeps other tensors .*: kept\n") as caught:
         check_derived(model, "MyEngine", **how)
-    assert caught.value.fix == "use another; without refits set my_cfg.refit"
+    assert caught.value.fix == "use another; to generate without refits, set my_cfg.refit"

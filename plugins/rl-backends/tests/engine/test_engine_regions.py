@@ -119,7 +119,7 @@ class Transposing(nn.Module):
 
 
 def test_a_loader_that_cannot_be_followed_is_named():
-    with pytest.raises(CapabilityError, match="turned: the engine lays"):
+    with pytest.raises(CapabilityError, match="turned: the engine stores"):
         regions_of(Transposing(), [spec("turned", 2, 3)], torch.float32)
 
 
@@ -183,14 +183,14 @@ def does_not_know(model: One, tensor: torch.Tensor) -> None:
 @pytest.mark.parametrize(
     ("load", "says"),
     [
-        (does_not_know, "does not take the tensors .*: KeyError: 'experts.gate_up_proj'"),
-        (write_over, "computes something of w"),
-        (change_in_place, "computes something of w"),
-        (change_what_comes, "computes something of w"),
-        (empty_what_comes, "computes something of w"),
-        (copy_into_what_comes, "computes something of w"),
-        (keep, r"keeps something of what it loads in \.scale"),
-        (keep_in_a_buffer, r"keeps something of what it loads in \.scale"),
+        (does_not_know, "fails on the tensors .*: KeyError: 'experts.gate_up_proj'"),
+        (write_over, "changes the values of w"),
+        (change_in_place, "changes the values of w"),
+        (change_what_comes, "changes the values of w"),
+        (empty_what_comes, "changes the values of w"),
+        (copy_into_what_comes, "changes the values of w"),
+        (keep, r"keeps copies of what it loads in \.scale"),
+        (keep_in_a_buffer, r"keeps copies of what it loads in \.scale"),
         (exchange_storage, "storage of a parameter"),
     ],
 )
@@ -221,7 +221,9 @@ def test_a_parameter_that_a_loader_makes_anew_stays_and_is_the_target():
 def test_what_an_engine_would_round_is_refused():
     model = One(lambda model, tensor: model.weight.data.copy_(tensor))
     model.weight.data = model.weight.data.to(torch.bfloat16)
-    with pytest.raises(CapabilityError, match=r"w: the engine keeps it in torch\.bfloat16"):
+    with pytest.raises(
+        CapabilityError, match=r"w: the engine keeps this tensor in torch\.bfloat16"
+    ):
         regions_of(model, [spec("w", 3, 2)], torch.float32)
     assert regions_of(model, [spec("w", 3, 2)], torch.bfloat16)["w"]
 

@@ -43,5 +43,5 @@ def test_a_scale_covers_the_largest_magnitude():
 def test_values_that_are_not_finite_name_their_layer():
     calibration = Calibration()
     calibration.observe(1, states(0), torch.full((1, 1, 1, 1), torch.inf), states(1))
-    with pytest.raises(TrainingError, match="layer 1: k holds values"):
+    with pytest.raises(TrainingError, match="layer 1: k has values"):
         calibration.scales(100, 1.0)

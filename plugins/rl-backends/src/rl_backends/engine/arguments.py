@@ -63,22 +63,22 @@ class ArgumentRules:
                 return ConfigError(f"'{at}' {why}", fix=fix, key=at)
 
             if name in self.own_keys:
-                raise refusal("has a key of its own", f"set {self.own_keys[name]} instead")
+                raise refusal("is set by another key", f"set {self.own_keys[name]} instead")
             if name in self.refused:
                 reason = self.refused[name]
                 raise refusal(f"is refused: {reason.why}", reason.fix)
             if name in self.without_refits:
                 if takes_refits:
                     raise refusal(
-                        "is refused: a refit would not reach what it makes",
-                        f"leave it out; for an engine that only generates set {self.refit_key} to "
-                        "False",
+                        "is refused: a refit cannot update what the engine derives with it",
+                        f"leave it out; for an engine that takes no refits, set {self.refit_key} "
+                        "to False",
                     )
             elif name not in self.allowed:
                 close = nearest(name, [*self.own_keys, *self.allowed, *self.without_refits])
                 meant = self.own_keys.get(close or "", f"{self.key}.{close}")
                 raise refusal(
-                    f"is no engine argument that {self.backend} knows"
+                    f"is not an engine argument that {self.backend} knows"
                     + (f", did you mean '{close}'?" if close else ""),
                     f"write {meant} instead" if close else f"remove '{at}'",
                 )

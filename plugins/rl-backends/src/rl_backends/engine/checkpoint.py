@@ -52,29 +52,28 @@ def check_checkpoint(name: str, load_format: str, *, without_weights: str) -> No
     local = "set model_name to the directory of a checkpoint"
     if offline:
         raise ConfigError(
-            f"{here}, and HF_HUB_OFFLINE (or TRANSFORMERS_OFFLINE) forbids to ask the hub",
-            fix=f"{local}, download it before, or unset that variable",
+            f"{here}, and HF_HUB_OFFLINE (or TRANSFORMERS_OFFLINE) forbids downloads",
+            fix=f"{local}; or unset that variable, or download it: hf download {name}",
             key="model_name",
         )
     try:
         spawn("ask-hub", lambda: HfApi().model_info(name, timeout=_HUB_S)).result(_HUB_S)
     except RepositoryNotFoundError as error:
         raise ConfigError(
-            f"{here}, and {constants.ENDPOINT} has no such model, or not for you",
+            f"{here}, and {constants.ENDPOINT} has no such model, or you may not see it",
             fix=f"{local}, correct the name, or log in (hf auth login) if the model is private",
             key="model_name",
         ) from error
     except HfHubHTTPError as error:
         raise ConfigError(
-            f"{here}, and {constants.ENDPOINT} refuses it: {error}",
-            fix=f"{local}, or ask for access to the model on its page",
+            f"{here}, and {constants.ENDPOINT} refuses access: {error}",
+            fix=f"{local}, or request access to the model on its page",
             key="model_name",
         ) from error
     except Exception as error:  # whatever its HTTP client raises, or nothing in time
         raise ConfigError(
             f"{here}, and {constants.ENDPOINT} did not answer ({type(error).__name__})",
-            fix=f"{local}, or look at the network and HF_ENDPOINT; the time limit is "
-            f"{_HUB_S:.0f} s",
+            fix=f"{local}, or check the network and HF_ENDPOINT; the time limit is {_HUB_S:.0f} s",
             key="model_name",
         ) from error
 
@@ -96,10 +95,9 @@ def check_shapes(name: str, specs: Sequence[TensorSpec]) -> None:
     for spec in specs:
         if found.get(spec.name, spec.shape) != spec.shape:
             raise ConfigError(
-                f"{name} has other shapes than its config.json says: {spec.name} is "
-                f"{list(found[spec.name])}, and the model has {list(spec.shape)}",
-                fix="write config.json and weights again with save_pretrained, so that they are "
-                "of the same model",
+                f"the weights of {name} do not fit its config.json: {spec.name} has shape "
+                f"{list(found[spec.name])}, the model has {list(spec.shape)}",
+                fix="write config.json and weights again, both with save_pretrained of one model",
                 key="model_name",
             )
 
@@ -149,14 +147,14 @@ def cannot_load(what: str, config: Mapping[str, Any], error: Exception) -> Confi
     name, text = config["model_name"], str(error)
     if "trust_remote_code" in text and not config.get("trust_remote_code", False):
         return ConfigError(
-            f"the {what} of {name} needs Python that comes with the checkpoint, and "
-            "trust_remote_code is not set",
+            f"the {what} of {name} needs Python code of the checkpoint, and trust_remote_code is "
+            "not set",
             fix="read that code; if you trust it, set trust_remote_code to True",
             key="trust_remote_code",
         )
     return ConfigError(
         f"the {what} of {name} cannot be loaded: {type(error).__name__}: {text}",
-        fix="save it beside the weights again with save_pretrained, or install a transformers "
-        "that knows the model",
+        fix="save it beside the weights again with save_pretrained, or install a version of "
+        "transformers that has the model",
         key="model_name",
     )

@@ -140,14 +140,13 @@ class LoadWatch:
         self.find_new_copies(model)
         for paths, what in (
             (self.rearranged, "rearranges the weights of this model after loading"),
-            (self.derived, "keeps something besides that it derived from the weights"),
+            (self.derived, "keeps other tensors that it computed from the weights"),
         ):
             if paths:
                 more = f" and {len(paths) - _FEW} more" if len(paths) > _FEW else ""
                 raise CapabilityError(
                     f"{self._engine}'s {type(model).__name__} takes no refit: {self._engine} "
-                    f"{what}, and a refit would leave that as it was: "
-                    f"{', '.join(paths[:_FEW])}{more}",
+                    f"{what}, and a refit would not update them: {', '.join(paths[:_FEW])}{more}",
                     fix=fix,
                     capability="refit",
                 )
@@ -192,13 +191,13 @@ def check_derived(model: nn.Module, engine: str, *, fix: str, without_refits: st
     """
     if (watch := find_watch(model)) is None:
         raise CapabilityError(
-            f"nobody saw how {engine} loaded its {type(model).__name__}, so that what it made of "
-            "the weights is not known",
-            fix=f"report it to rl-{engine.lower()}, with the name of the model; without refits "
-            f"{without_refits}",
+            f"{engine}'s {type(model).__name__} takes no refit: how {engine} loaded it was not "
+            "recorded, so what it computed from the weights is unknown",
+            fix=f"report it to rl-{engine.lower()}, with the name of the model; to generate "
+            f"without refits, {without_refits}",
             capability="refit",
         )
-    watch.check(model, fix=f"{fix}; without refits {without_refits}")
+    watch.check(model, fix=f"{fix}; to generate without refits, {without_refits}")
 
 
 def _parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:

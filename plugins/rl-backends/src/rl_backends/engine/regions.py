@@ -240,9 +240,9 @@ def regions_of(
             model.load_weights(iter(published(whole).items()))  # type: ignore[operator]
     except Exception as error:  # whatever loaders raise for names and shapes that they do not know
         raise CapabilityError(
-            f"the engine's {type(model).__name__} takes no refit: its loader does not take the "
-            f"tensors that transformers has: {type(error).__name__}: {error}",
-            fix=f"use another model; without refits {without_refits}",
+            f"the engine's {type(model).__name__} takes no refit: its loader fails on the tensors "
+            f"of transformers: {type(error).__name__}: {error}",
+            fix=f"use another model; to generate without refits, {without_refits}",
             capability="refit",
         ) from error
     finally:
@@ -251,11 +251,11 @@ def regions_of(
         raise CapabilityError(
             f"the engine's {type(model).__name__} takes no refit: its loader "
             + (
-                f"computes something of {', '.join(recorder.changed[:_FEW])}"
+                f"changes the values of {', '.join(recorder.changed[:_FEW])}"
                 if recorder.changed
-                else f"keeps something of what it loads in {', '.join(kept[:_FEW])}"
+                else f"keeps copies of what it loads in {', '.join(kept[:_FEW])}"
             ),
-            fix=f"use another model; without refits {without_refits}",
+            fix=f"use another model; to generate without refits, {without_refits}",
             capability="refit",
         )
     shapes = {spec.name: spec.shape for spec in specs}
@@ -266,9 +266,10 @@ def regions_of(
             target = own.as_strided(found.shape, found.stride(), found.storage_offset())
         if torch.promote_types(target.dtype, dtype) != target.dtype:
             raise CapabilityError(
-                f"{name}: the engine keeps it in {target.dtype}, which would round a model in "
-                f"{dtype}",
-                fix=f"set torch_dtype to that dtype; without refits {without_refits}",
+                f"{name}: the engine keeps this tensor in {target.dtype}, which would round the "
+                f"values of a model in {dtype}",
+                fix=f"set torch_dtype to {str(target.dtype).removeprefix('torch.')!r}; to generate "
+                f"without refits, {without_refits}",
                 tensor=name,
             )
         rows, columns, width = _rectangle(shape, stride, math.prod(shapes[name][1:]))
@@ -277,9 +278,10 @@ def regions_of(
             flat = target.view(rows, columns) if rows else None
         if flat is None:
             raise CapabilityError(
-                f"{name}: the engine lays {list(shape)} of {list(shapes[name])} out in a way that "
-                "is not followed",
-                fix=f"report it, with the name of the model; without refits {without_refits}",
+                f"{name}: the engine stores the part {list(shape)} of {list(shapes[name])} in an "
+                "order that refits do not support",
+                fix="report it, with the name of the model; to generate without refits, "
+                f"{without_refits}",
                 tensor=name,
             )
         regions[name].append(Region(flat, width, *divmod(offset, width)))

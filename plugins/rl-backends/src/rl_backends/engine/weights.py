@@ -130,16 +130,17 @@ class LoadedWeights(ABC):
                 regions[spec.name] = [Region(whole, whole.shape[1], 0, 0)]
         if lost:
             raise CapabilityError(
-                f"the engine's {type(self.model).__name__} does not use {len(lost)} parameters of "
-                f"the trainer's, so that they compute something else: {', '.join(lost[:5])}",
-                fix=f"use another model; without refits {self._without_refits}",
+                f"the engine's {type(self.model).__name__} does not load all of the trainer's "
+                f"parameters, so the two are different models: {', '.join(lost[:5])}",
+                fix=f"use another model; to generate without refits, {self._without_refits}",
                 capability="refit",
             )
         if wanting := self._unfilled(regions):
             raise CapabilityError(
-                f"{len(wanting)} parameters of the engine's {type(self.model).__name__} are not "
-                f"filled by the tensors that transformers has: {', '.join(wanting[:5])}",
-                fix=f"report it, with the name of the model; without refits {self._without_refits}",
+                f"no tensor of transformers fills these parameters of the engine's "
+                f"{type(self.model).__name__} ({len(wanting)}): {', '.join(wanting[:5])}",
+                fix="report it, with the name of the model; to generate without refits, "
+                f"{self._without_refits}",
                 capability="refit",
             )
         return regions
@@ -209,11 +210,10 @@ class LoadedWeights(ABC):
             )
         if wanting := self._unfilled(regions):
             raise ConfigError(
-                f"no tensor in {directory} fills {len(wanting)} parameters of "
-                f"{type(self.model).__name__}: {', '.join(wanting[:5])}",
-                fix="copy or download the checkpoint again, or write config.json and weights again "
-                "with save_pretrained, if it lacks them; if it does not, the engine does not know "
-                "them by these names: use another model",
+                f"no tensor in {directory} fills these parameters of the engine's "
+                f"{type(self.model).__name__} ({len(wanting)}): {', '.join(wanting[:5])}",
+                fix="copy or download the checkpoint again; if it is complete, the engine does not "
+                "know its tensors by their names: use another model",
                 key="model_name",
             )
 

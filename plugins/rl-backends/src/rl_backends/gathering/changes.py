@@ -39,7 +39,7 @@ class WeightChanges:
         except BaseException as error:
             if lasts:
                 self.torn = f"{type(error).__name__}: {error}".splitlines()[0]
-                error.add_note("the weights may be half changed: load a checkpoint, on all ranks")
+                error.add_note("some weights may have changed: load a checkpoint on all ranks")
             raise
         finally:
             self._ended += 1
@@ -80,7 +80,7 @@ class WeightChanges:
 def torn_weights(who: str, cause: str) -> LifecycleError:
     """The error for weights of which a change failed midway."""
     return LifecycleError(
-        f"{who} has weights that are half of one state and half of another: a step, or a load, "
-        f"failed midway ({cause})",
-        fix="load a checkpoint, on all ranks, or build the policy again",
+        f"the weights of {who} are partly old and partly new: a training step or the loading of a "
+        f"checkpoint failed ({cause})",
+        fix="load a checkpoint on all ranks, or build the policy again",
     )

@@ -91,9 +91,10 @@ class Follower:
                 match waiting:
                     case messages.Close(reason):
                         if reason:
+                            text, _, fix = reason.partition("\nFix: ")
                             raise RefitAborted(
-                                f"{self._leader} ended the refit: {reason}",
-                                fix="look at what rank 0 raised",
+                                f"{self._leader} ended the refit: {text}",
+                                fix=fix or "correct the error that rank 0 raised",
                                 peer="rank 0",
                                 cause=reason,
                             )
@@ -117,13 +118,13 @@ class Follower:
                         self._fail(client, failure)
                     _send(client, messages.RankDone(number, part.part_state))
                 if self._ended.is_set():
-                    raise RefitAborted("this rank was shut down", fix="refit with all ranks")
+                    raise RefitAborted("this rank was shut down", fix="build the policy again")
                 if frame is None and client.lost():
                     raise self._leader.lost()
                 if frame is None and time.monotonic() > end:
                     raise RefitPeerError(
-                        f"{self._leader} did not end the refit by its deadline",
-                        fix="look at what that worker does (its log, py-spy)",
+                        f"{self._leader} did not end the refit within its deadline",
+                        fix="look at what that worker does (its log, py-spy dump)",
                         peer="rank 0",
                         rank=0,
                     )

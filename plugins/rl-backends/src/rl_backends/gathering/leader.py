@@ -215,7 +215,7 @@ class Leader:
                 raise ManifestMismatchError(
                     f"{self._processes[rank]} has other tensors than rank 0: the digests of their "
                     f"names, shapes and dtypes are {member.specs} and {call.specs}",
-                    fix="build all ranks with one configuration, checkpoint and installation",
+                    fix="use the same configuration, checkpoint and packages on all ranks",
                     peer=f"rank {rank}",
                     rank=rank,
                 )
@@ -233,7 +233,7 @@ class Leader:
                     raise self._processes[rank].lost()
             if self._time_left(call) <= 0 and (late := missing()):
                 here = [rank for rank in late if rank in (0, *call.members)]
-                what = "did not answer" if here else "did not come to the refit"
+                what = "did not answer" if here else "did not join the refit"
                 raise self._late(here or late, what, call)
 
     def _time_left(self, call: _Call) -> float:
@@ -243,14 +243,14 @@ class Leader:
     def _take(self, timeout_s: float) -> None:
         """Handles the followers' messages, and marks those with a lost connection."""
         if self._closed:
-            raise LifecycleError("the ranks' refits are closed", fix="build a new policy")
+            raise LifecycleError("the policy was shut down", fix="build a new policy")
         for key, frame in self._server.receive(timeout_s):
             try:
                 self._sort(key, messages.decode(frame))
             except msgspec.MsgspecError as error:
                 raise RefitError(
-                    f"a frame of another rank holds no message: {error}",
-                    fix="install the same rl-core for all ranks",
+                    f"received a malformed message of another rank: {error}",
+                    fix="install the same rl-backends and rl-core for all ranks",
                 ) from error
         for key in self._server.departed():
             self._rank_of.pop(key, None)
@@ -337,8 +337,8 @@ class Leader:
         ranks = sorted(ranks)  # in whichever order they came
         names = " and ".join(str(self._processes[rank]) for rank in ranks)
         return RefitPeerError(
-            f"{names} {what} in time for the refit's deadline of {call.seconds:g} s",
-            fix="look at what that worker does (its log, py-spy); call every rank for a refit",
+            f"{names} {what} within its deadline of {call.seconds:g} s",
+            fix="look at what that worker does (its log, py-spy dump); every rank must call refit",
             peer=" and ".join(f"rank {rank}" for rank in ranks),
             rank=ranks[0],
         )
@@ -349,7 +349,7 @@ class Leader:
     def _end(self, call: _Call, reason: str) -> None:
         """Sends the followers of a refit its end, unless they have it."""
         if call.close is None:
-            early = "" if call.confirmed else reason or "it ended before all was read"
+            early = "" if call.confirmed else reason or "it ended before all tensors were read"
             call.close = messages.Close(early)
             call.absent = set(range(1, len(self._processes))) - set(call.members)
             for member in call.members.values():

@@ -68,10 +68,10 @@ class RankProcess(msgspec.Struct, frozen=True):
         while (state := self.state()) == "runs" and time.monotonic() < end:
             time.sleep(0.01)
         return {
-            "ended": "died",
+            "ended": "has ended",
             "stopped": "does not answer: its process is stopped",
             "runs": "does not answer",
-        }.get(state, "died or does not answer")
+        }.get(state, "has ended or does not answer")
 
     def lost(self) -> RefitPeerError:
         """The error for its end, now that its connection is lost."""
@@ -86,10 +86,10 @@ class RankProcess(msgspec.Struct, frozen=True):
 def other_weights(process: RankProcess, state: int, first: int) -> LifecycleError:
     """The error for a rank with weights of another state than rank 0's."""
     return LifecycleError(
-        f"the weights of {process} are of state {state}, those of rank 0 of state {first} (every "
-        "step and load is one): they are not parts of one model",
+        f"{process} has taken {state} steps and loads, rank 0 has taken {first}: their weights are "
+        "not parts of one model",
         fix="load one checkpoint on all ranks, or build the policy again; then look for a call "
-        "that failed on one rank, or was made on some alone",
+        "that failed on one rank, or that only some ranks made",
         peer=f"rank {process.rank}",
         rank=process.rank,
     )
@@ -109,8 +109,8 @@ def exchange(group: Any, mine: RankProcess) -> list[RankProcess]:
         return msgspec.convert(gather(group, msgspec.to_builtins(mine)), list[RankProcess])
     except RuntimeError as error:
         raise ConfigError(
-            f"rank {mine.rank} of {mine.size} could not meet the others: {error}",
-            fix="give a group of all ranks with the gloo backend",
+            f"rank {mine.rank} of {mine.size} could not reach the others: {error}",
+            fix="give a process group of all ranks with the gloo backend",
             key="group",
         ) from error
 
@@ -182,9 +182,8 @@ def join_ranks(calls: Sequence[Future]) -> concurrent.futures.Future[Any]:
         for number, rank in enumerate(ranks):
             if not rank.done():
                 raise RefitPeerError(
-                    f"rank {number} does not answer: it did not end its part of a refit that is "
-                    "committed on all engines",
-                    fix="look at that worker; the engines serve the new weights",
+                    f"rank {number} did not confirm the end of a refit that all engines committed",
+                    fix="look at that worker's log; the engines serve the new weights",
                     peer=f"rank {number}",
                     rank=number,
                     phase=Phase.COMMITTED,

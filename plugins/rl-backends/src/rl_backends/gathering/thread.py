@@ -104,10 +104,10 @@ class RefitThread:
         """Raises RefitError if collectives of the ranks may no longer match."""
         if self.collectives_diverged is not None:
             raise RefitError(
-                f"a tensor could not be gathered ({self.collectives_diverged}), so that the "
-                "collectives of the ranks may no longer match",
-                fix="build the policy again; say in confirm_part, not in gather, that weights "
-                "changed",
+                f"a tensor could not be gathered ({self.collectives_diverged}), so the collectives "
+                "of the ranks may no longer match",
+                fix="build the policy again; a backend must raise for changed weights in "
+                "confirm_part, not in gather",
             )
 
     def finish(self, function: Callable[[], object]) -> None:

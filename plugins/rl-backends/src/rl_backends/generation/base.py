@@ -66,7 +66,7 @@ class GenerationBackend(TakesWeights, GenerationInterface):
         if limit > facts.max_model_len:
             raise ConfigError(
                 f"max_model_len {limit} is above the model's context of {facts.max_model_len}",
-                fix=f"set max_model_len to at most {facts.max_model_len}",
+                fix=f"set max_model_len to {facts.max_model_len} or less",
                 key="max_model_len",
             )
         pad = config.get("pad_token_id")

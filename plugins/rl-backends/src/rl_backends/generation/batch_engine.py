@@ -64,11 +64,11 @@ class BatchEngine(RowEngine):
             assert self._iterator is not None
             done = next(self._iterator, None)
             if done is None:
-                raise self._fault(f"did not complete rows {sorted(self._batch)[:5]}")
+                raise self._fault(f"did not complete these rows: {sorted(self._batch)[:5]}")
             if done.row not in self._batch:
-                raise self._fault(f"gave row {done.row}, which it has not, or twice")
+                raise self._fault(f"completed row {done.row}, which it was not given, or twice")
             if len(self._batch) == 1 and (more := next(self._iterator, None)) is not None:
-                raise self._fault(f"gave row {more.row}, which it has not, or twice")
+                raise self._fault(f"gave tokens of row {more.row}, which it was not given")
         except Exception as error:
             left = [row for row in self._batch.values() if row.key not in self._dropped]
             calls = {row.call for row in left}

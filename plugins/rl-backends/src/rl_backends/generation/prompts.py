@@ -287,8 +287,8 @@ def repeat_for_samples(data: BatchedDataDict[Any], num_generations: int) -> Batc
     ids, memory = data.get("input_ids"), os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     if isinstance(ids, torch.Tensor) and 8 * ids.numel() * num_generations > memory:
         raise DataError(
-            f"{len(ids)} prompts x {num_generations} samples, {ids.shape[-1]} tokens wide, do not "
-            f"fit into the {memory >> 30} GiB of this host",
+            f"the batch of {len(ids)} prompts x {num_generations} completions x {ids.shape[-1]} "
+            f"tokens does not fit into the {memory >> 30} GiB of this host",
             fix="set a smaller num_generations, or call generate several times",
             key="num_generations",
         )

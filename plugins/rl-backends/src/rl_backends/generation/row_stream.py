@@ -48,6 +48,6 @@ class RowStream(AsyncGenerator["tuple[int, BatchedDataDict[Any]]", None]):
             LifecycleError: Always.
         """
         raise LifecycleError(
-            "generate_async returns rows one by one, and is not awaited",
+            "generate_async yields rows one by one and cannot be awaited",
             fix="iterate: async for row, output in generation.generate_async(batch)",
         )

@@ -148,8 +148,9 @@ class RowService:
         """
         if self._lock.held_by_this_thread:
             raise LifecycleError(
-                f"{self._name}.{call.method} was called by what changes the engine meanwhile",
-                fix="call it after the refit, or after the call that wakes or ends the engine",
+                f"{self._name}.{call.method} was called from within a call that changes the engine "
+                "(a refit, waking, putting to sleep or shutdown)",
+                fix="call it after that call has returned",
             )
         self._engine.release_threads()
         with self._guard:
@@ -180,8 +181,8 @@ class RowService:
         with self._guard:
             state = "has not begun" if call in self._arrived else "runs"
             return (
-                f"{state}: {len(call.running)} rows in the engine, {len(call.waiting)} waiting, "
-                f"{len(self._running) - len(call.running)} rows of other calls in the engine"
+                f"{state} (rows in the engine: {len(call.running)}, waiting: {len(call.waiting)}, "
+                f"of other calls in the engine: {len(self._running) - len(call.running)})"
             )
 
     def end(self, timeout_s: float) -> None:
@@ -284,7 +285,7 @@ class RowService:
                 if done.row in self._cancelled:  # while the engine worked
                     return
                 raise PluginError(
-                    f"{self._name}.row_engine ended row {done.row}, which it has not, or twice",
+                    f"{self._name}.row_engine ended row {done.row}, which it was not given",
                     fix="report it to the backend's author: a completion's row is the row's key",
                 )
             index = call.running.pop(done.row)
@@ -382,7 +383,7 @@ class CallDeadline:
     def passed(self, progress: str) -> DeadlineError:
         """The error of a call that took too long."""
         return DeadlineError(
-            f"{self._name}: a call of generate was not done within {self._seconds:g} s; it "
+            f"{self._name}: a call of generate did not finish within {self._seconds:g} s; it "
             f"{progress}",
             fix="raise call_deadline_s, generate fewer tokens, or make fewer calls at once",
             seconds=self._seconds,

@@ -302,8 +302,8 @@ class PolicyBackend(PolicyCheckpoints, PolicyRefits):
         everybody = self.ranks.gather([rows.size, local])
         if any(theirs != everybody[0] for theirs in everybody):
             raise DataError(
-                f"data-parallel workers got different [rows, batch]: {everybody}",
-                fix="give every worker the same number of rows, filled up with sample_mask 0",
+                f"data-parallel workers got different numbers: [rows, global batch] is {everybody}",
+                fix="give every worker the same number of rows; fill up with rows of sample_mask 0",
             )
         batches = [rows.slice(at, at + local) for at in range(0, rows.size, local)]
         if eval_mode:

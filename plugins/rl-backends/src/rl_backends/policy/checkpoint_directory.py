@@ -64,7 +64,7 @@ def write_directory(path: str | Path) -> Generator[Path]:
         recover(path)
         replaceable = not path.exists() or (path / MANIFEST_FILE).exists()
         if not replaceable and not (path.is_dir() and not any(path.iterdir())):
-            what = f"{path} is there and is not a checkpoint, so it is not replaced"
+            what = f"{path} exists and is not a checkpoint, so it is not replaced"
             raise _refused(path, what, "save to another path, or remove it")
         for stale in path.parent.glob(f".{path.name}.*.partial"):
             shutil.rmtree(stale, ignore_errors=True)
@@ -96,7 +96,7 @@ def writing(path: str | Path) -> Generator[None]:
     except RLError:
         raise
     except Exception as error:  # each format's library has its own classes
-        fix = "make room there, or save where this process may write; what stood there is unharmed"
+        fix = "free space there, or save to another directory; an older checkpoint there is intact"
         cause = getattr(error, "strerror", None) or error  # without the name of a part
         what = f"{path} was not written: {type(error).__name__}: {cause}"
         raise _refused(path, what, fix) from error
@@ -129,25 +129,25 @@ def verified(path: str | Path) -> Path:
     listed = path / MANIFEST_FILE
     manifest = read_json(listed)
     if (found := manifest.get("format")) != FORMAT:
-        what = f"{path} has the checkpoint format {found}, this is format {FORMAT}"
-        raise _refused(listed, what, "load it with the version that wrote it")
+        what = f"{path} has the checkpoint format {found}; this rl-backends reads format {FORMAT}"
+        raise _refused(listed, what, "load it with the version of rl-backends that wrote it")
     try:
         files = msgspec.convert(manifest.get("files"), dict[str, tuple[int, str]])
     except msgspec.ValidationError as error:
-        raise _refused(listed, f"{listed} is no manifest of a checkpoint: {error}") from error
+        raise _refused(listed, f"{listed} is not the manifest of a checkpoint: {error}") from error
     if STATE_FILE not in files:
         what = f"{path} holds a model but no training state: {STATE_FILE} is missing"
-        fix = "point at what save_checkpoint wrote; a model alone is a model_name"
+        fix = "give a directory that save_checkpoint wrote; to start from a model, set model_name"
         raise _refused(path / STATE_FILE, what, fix)
     for name, (size, digest) in files.items():
         file, problem = path / name, None
         try:
             if name.startswith("/") or ".." in file.parts[len(path.parts) :]:
-                problem = "is not in it"
+                problem = "is outside of it"
             elif (actual := file.stat().st_size) != size:
                 problem = f"has {actual} bytes instead of {size}"
             elif _digest(file) != digest:
-                problem = "was altered: its digest is another"
+                problem = "was changed: its digest differs"
         except FileNotFoundError:
             problem = "is missing"
         except (OSError, ValueError) as error:  # the latter where it is no name of a file
@@ -189,7 +189,7 @@ def check_fit(
         more = f", and {len(wrong) - 5} more" if len(wrong) > 5 else ""
         raise CheckpointError(
             f"the checkpoint {where} does not fit the model: {'; '.join(wrong[:5])}{more}",
-            fix="build the policy from the model the checkpoint was made with",
+            fix="build the policy from the model that the checkpoint was saved from",
             file=str(where),
             names=missing,
         )
@@ -221,10 +221,10 @@ def read_json(file: Path) -> dict[str, Any]:
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
         if not isinstance(content, dict):
-            raise ValueError("it holds no object")  # noqa: TRY004 - it is the file's value
+            raise ValueError("it is not a JSON object")  # noqa: TRY004 - it is the file's value
     except FileNotFoundError as error:
-        what = f"{file.parent} is not a checkpoint, or an incomplete one: it has no {file.name}"
-        raise _refused(file, what, "point at what save_checkpoint wrote") from error
+        what = f"{file.parent} is not a checkpoint, or not a complete one: it has no {file.name}"
+        raise _refused(file, what, "give a directory that save_checkpoint wrote") from error
     except (OSError, ValueError) as error:
         raise _refused(file, f"{file} cannot be read, or is not valid JSON: {error}") from error
     result: dict[str, Any] = content

@@ -110,9 +110,9 @@ class PolicyCheckpoints(PolicyModel):
         for rank, (other, _) in enumerate(everybody):
             if other != everybody[0][0]:
                 raise CheckpointError(
-                    f"rank {rank} of {self.ranks.size} was to load another checkpoint than rank 0: "
-                    f"the digests of their files are {other} and {everybody[0][0]}",
-                    fix="give all ranks one path, with the same files on all hosts",
+                    f"rank {rank} of {self.ranks.size} got another checkpoint than rank 0: the "
+                    f"digests of their files are {other} and {everybody[0][0]}",
+                    fix="give all ranks the same path, with the same files on all hosts",
                     rank=rank,
                 )
         with self.ranks.all_or_none("reading a checkpoint"):

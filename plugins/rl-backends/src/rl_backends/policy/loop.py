@@ -67,12 +67,14 @@ def checkpoint_path(
     chosen: list[Any] = [given for given in (path, weights_path) if given is not None]
     if chosen and not (isinstance(chosen[0], str | os.PathLike) and str(chosen[0])):
         raise ConfigError(
-            f"save_checkpoint got the path {chosen[0]!r}", fix="name a directory", key="path"
+            f"save_checkpoint: path must be a path, got {chosen[0]!r}",
+            fix='give a directory, such as "runs/step-100"',
+            key="path",
         )
     if len(chosen) != 1:
         raise ConfigError(
-            f"save_checkpoint takes one path, and got {len(chosen)}",
-            fix="give path, or weights_path",
+            f"save_checkpoint takes one directory, got {len(chosen)}",
+            fix="give either path or weights_path",
             key="path",
         )
     found: str | Path = chosen[0]

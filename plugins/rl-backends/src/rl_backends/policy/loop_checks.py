@@ -22,8 +22,8 @@ __all__ = ["LoopChecks", "reward_spread"]
 _ROLLOUT = ("advantages", "generation_logprobs", "prev_logprobs", "generation_lengths")
 _RECIPE = "batch = rl_core.training_batch(output, rewards, advantages=...), where output is what "
 _RECIPE += "generation.generate(...) returned"
-_PAIRS = "put the rows in the order {order}: batch = rl_core.training_batch(output[rows]), where "
-_PAIRS += "rows lists them, and output is what generation.generate(...) returned"
+_PAIRS = "order the rows {order}: batch = rl_core.training_batch(output[rows]), where rows lists "
+_PAIRS += "their indices, and output is what generation.generate(...) returned"
 #: Mean of ``exp(|difference|)`` of log-probs, as clause A1 has it.
 _FURTHEST = 1.05
 
@@ -73,27 +73,29 @@ class LoopChecks:
         reads = f"; {type(loss_fn).__name__} reads rows as {order}" if order else ""
         if "output_ids" in batch and "input_ids" not in batch:
             raise DataError(
-                f"train got what generate returned: nothing says which tokens count{reads}",
+                f"train got the output of generate, which has no token_mask{reads}",
                 fix=_PAIRS.format(order=order) if order else _RECIPE,
                 key="input_ids",
             )
         if order and batch.size % group:
             raise DataError(
-                f"{batch.size} rows are not whole groups of {group}{reads}",
+                f"the number of rows, {batch.size}, is not a multiple of the group size {group}"
+                f"{reads}",
                 fix=f"give rows in the order {order}, {group} of each prompt next to each other",
             )
         found = [key for key in _ROLLOUT if batch.get(key) is not None]
         if found and batch.get("token_mask") is None:
             raise DataError(
-                f"the batch has {found[0]} and no token_mask: prompts would count as actions",
+                f"the batch has {found[0]} but no token_mask: the tokens of prompts would be "
+                "trained, too",
                 fix=f"{_RECIPE}; or set batch['token_mask'] to 1 on generated tokens, 0 on others",
                 key="token_mask",
             )
         if not eval_mode:
             if reward_spread(batch).get("frac_reward_zero_std") == 1:
                 self._warn_once(
-                    "the rewards of each prompt's completions are all equal: their advantages are "
-                    "0, and the step learns nothing from them. Print some completions with their "
+                    "for every prompt, the rewards of all completions are equal: the advantages "
+                    "are 0, and this step learns nothing. Print some completions with their "
                     "rewards: prompts that are always or never solved teach nothing.",
                     "rewards",
                 )
@@ -103,11 +105,11 @@ class LoopChecks:
             if len(rows := self._others(batch).nonzero().flatten()):
                 origin = int(batch["weights_origin"][rows[0]])
                 self._warn_once(
-                    f"{len(rows)} of these {batch.size} rows, row {int(rows[0])} the first, are "
-                    f"from another trainer's weights (origin {origin}; this policy's is "
+                    f"{len(rows)} of {batch.size} rows (the first is row {int(rows[0])}) were "
+                    f"generated with another trainer's weights (origin {origin}; this policy's is "
                     f"{self._origin()}): their weights_version cannot be compared with this "
                     "policy's. Call rl_core.refit(policy, generation) before generating, and leave "
-                    'out rows of before: batch.select_indices(batch["weights_origin"] == '
+                    'out such rows: batch.select_indices(batch["weights_origin"] == '
                     "policy.weights_origin).",
                     "origin",
                 )
@@ -137,11 +139,11 @@ class LoopChecks:
         trained_since = bool((versions <= (self._trained_at or 0)).any())
         if off > _FURTHEST and not trained_since and (versions <= self._version()).all():
             self._warn_once(
-                f"the engine's log-probs of these rows, of up to {theirs.shape[1]} tokens, are off "
-                f"the policy's by a factor of {off:.3g} on average, though they are of the same "
-                "weights: the two compute different models. Compare dtypes, attention (soft caps, "
-                "sinks, windows), positions (rope, max_model_len), and how the engine's own "
-                "arguments change sampling. rl check measures the pair.",
+                f"with the same weights, the engine's probabilities of these rows (up to "
+                f"{theirs.shape[1]} tokens) differ from the policy's by a factor of {off:.3g} on "
+                "average: the two compute different models. Compare dtypes, attention (soft caps, "
+                "sinks, windows), positions (rope, max_model_len), and engine arguments that "
+                "change sampling. `rl check logprobs` measures the difference.",
                 "pair",
             )
 

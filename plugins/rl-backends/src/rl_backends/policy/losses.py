@@ -35,7 +35,7 @@ def input_type_of(loss_fn: Any) -> LossInputType:
         if words & {kind.value, kind.name}:
             return kind
     raise ConfigError(
-        f"{_name(loss_fn)}.input_type is {given!r}, which no policy hands to a loss",
+        f"{_name(loss_fn)}.input_type is {given!r}, which no policy computes",
         fix=f"set input_type to one of {[str(kind) for kind in LossInputType]}",
         key="input_type",
     )
@@ -49,7 +49,7 @@ def check_loss(loss_fn: Any) -> None:
     """
     if isinstance(loss_fn, Mapping):
         raise ConfigError(
-            f"train got a {type(loss_fn).__name__} in the place of the loss",
+            f"train got a {type(loss_fn).__name__} in place of the loss",
             fix="call train(batch, loss): the batch comes first",
             key="loss_fn",
         )
@@ -105,9 +105,9 @@ def _keyword(loss_fn: Any, wanted: LossInputType) -> str:
             continue
         return keyword
     raise ConfigError(
-        f"{_name(loss_fn)} takes {signature}, and a loss is called with inputs=, data=, "
+        f"{_name(loss_fn)} takes {signature}, but a loss is called with inputs=, data=, "
         "global_valid_seqs= and global_valid_toks=",
-        fix="name its parameters so, as rl_core.interfaces.LossFunction does",
+        fix="give it these parameters, as rl_core.interfaces.LossFunction has them",
         key="loss_fn",
     )
 

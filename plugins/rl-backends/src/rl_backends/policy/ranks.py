@@ -55,8 +55,8 @@ def meet(worker: WorkerContext, timeout_s: float) -> Generator[c10d.Store]:
     """
     if not worker.master_port:
         raise ConfigError(
-            f"{worker.world_size} workers have no port to meet at",
-            fix="give WorkerContext.master_port a free TCP port of rank 0's node",
+            f"the {worker.world_size} workers have no port at which rank 0 listens",
+            fix="set WorkerContext.master_port to a free TCP port of rank 0's node",
             key="master_port",
         )
     patience_s = max(timeout_s, MEETING_S)
@@ -74,7 +74,7 @@ def meet(worker: WorkerContext, timeout_s: float) -> Generator[c10d.Store]:
         raise DeadlineError(
             f"rank {worker.rank} of {worker.world_size} did not reach its peers at "
             f"{worker.master_addr}:{worker.master_port}: {error}",
-            fix="start all workers, with one master_addr and a master_port that is free there",
+            fix="start all workers with the same master_addr, and a master_port that is free there",
             seconds=patience_s,
         ) from error
 
@@ -147,8 +147,8 @@ class RankGroup:
             if uuid is not None and (first := uuids.index(uuid)) != rank:
                 raise ConfigError(
                     f"ranks {first} and {rank} of {self.size} compute on the same GPU, {uuid}",
-                    fix="start no more ranks than there are GPUs, and name the GPU of each to what "
-                    'starts them, such as LocalCluster(2, devices=["0", "1"])',
+                    fix="start at most as many ranks as there are GPUs, and give each its own GPU, "
+                    'such as LocalCluster(2, devices=["0", "1"])',
                     key="world_size",
                 )
 
@@ -211,8 +211,8 @@ class RankGroup:
         for rank, failure in enumerate(outcomes):
             if failure is not None:
                 raise TrainingError(
-                    f"data-parallel rank {rank} failed at {what}, so no rank went on: {failure}",
-                    fix=f"correct what rank {rank} says",
+                    f"data-parallel rank {rank} failed at {what}, so all ranks stopped: {failure}",
+                    fix=f"correct the error of rank {rank}",
                     rank=rank,
                 )
 
@@ -248,10 +248,10 @@ class RankGroup:
                 break
             time.sleep(TICK_S)
         peers = " and ".join(f"{process} {process.describe_state()}" for process in ended)
-        peers = peers or "a peer is gone or did not take part; of those on this host all run"
+        peers = peers or "a peer has ended or did not take part; those on this host are running"
         return WorkerDiedError(
             f"rank {self.rank} of {self.size} could not finish {what}: {peers} ({error})",
-            fix="look at the other workers (their logs, py-spy), and build the policy again",
+            fix="look at the logs of the other workers, and build the policy again",
             **({"rank": ended[0].rank} if ended else {}),
         )
 

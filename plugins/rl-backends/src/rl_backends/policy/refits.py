@@ -100,9 +100,9 @@ class PolicyRefits(SendsWeights, ColocatablePolicyInterface):
             source = self.weight_source()
             if not isinstance(source, GatheredSource):
                 raise ConfigError(
-                    f"{type(self).__name__} has ranks that a refit needs, and a weight source that "
-                    f"does not gather: {type(source).__name__}",
-                    fix="return a GatheredSource, or leave refit_ranks out",
+                    f"{type(self).__name__} sets refit_ranks, but its weight source does not "
+                    f"gather tensors of other ranks: {type(source).__name__}",
+                    fix="make weight_source return a GatheredSource, or leave refit_ranks out",
                     key="refit_ranks",
                 )
             return source

@@ -109,7 +109,7 @@ def _mask(data: BatchedDataDict[Any], key: str, shape: torch.Size) -> torch.Tens
         )
     mask = mask.float() if mask.dtype == torch.bool else mask
     if mask.is_floating_point() and not mask.isfinite().all():
-        raise DataError(f"{key} holds values that are not finite", fix="use 0 and 1", key=key)
+        raise DataError(f"{key} has values that are not finite", fix="use 0 and 1", key=key)
     return mask
 
 
@@ -117,8 +117,8 @@ def check_k(k: int, limits: RowLimits) -> None:
     """Raises a DataError unless there are k largest logits."""
     if not 1 <= k <= limits.vocab_size:
         raise DataError(
-            f"k is {k}, the vocabulary has {limits.vocab_size} tokens",
-            fix="ask for at least 1 and at most all of them",
+            f"k is {k}, but the vocabulary has {limits.vocab_size} tokens",
+            fix=f"use 1 <= k <= {limits.vocab_size}",
             key="k",
         )
 
@@ -168,15 +168,15 @@ def rows_per_step(rows: int, gbs: int | None, workers: int) -> int:
     local, left = divmod(gbs, workers)
     if gbs < 1 or left:
         raise DataError(
-            f"a global batch of {gbs} rows cannot be dealt to {workers} workers",
-            fix="use a positive multiple of the data-parallel workers",
+            f"gbs {gbs} is not a positive multiple of the number of data-parallel workers, "
+            f"{workers}",
+            fix=f"set gbs to a multiple of {workers}",
             key="gbs",
         )
     if rows % local:
-        each = f" of each of {workers} workers" if workers > 1 else ""
+        each = f" per worker ({workers} workers)" if workers > 1 else ""
         raise DataError(
-            f"{rows} rows{each} are no multiple of the {local} rows{each} in a global batch of "
-            f"{gbs}",
+            f"the number of rows, {rows}, is not a multiple of the global batch size {local}{each}",
             fix="drop or repeat rows, set another gbs, or fill up with rows of sample_mask 0",
             key="gbs",
         )

@@ -45,7 +45,7 @@ def check_schedule(schedule: Mapping[str, Any]) -> None:
     """Raises ConfigError if a schedule that falls has no end."""
     if schedule.get("name", "constant") != "constant" and "total_steps" not in schedule:
         raise ConfigError(
-            f"the {schedule['name']} schedule does not say when it ends",
+            f"the {schedule['name']!r} schedule needs total_steps",
             fix="set scheduler.total_steps to the number of optimizer steps",
             key="scheduler.total_steps",
         )
@@ -155,9 +155,8 @@ def not_finite(total: LossSum, norm: float) -> TrainingError:
     what = "loss" if not math.isfinite(total.loss) else "gradient"
     return TrainingError(
         f"the {what} is not finite: loss {total.loss}{where}, gradient norm {norm}; "
-        "no step was taken and the weights are as before",
-        fix="look at these rows' inputs to the loss, or set non_finite='skip' to leave such "
-        "steps out",
+        "no step was taken, and the weights are unchanged",
+        fix="look at these rows' inputs to the loss, or set non_finite='skip' to skip such steps",
         rows=total.bad_rows,
         loss=total.loss,
         grad_norm=norm,

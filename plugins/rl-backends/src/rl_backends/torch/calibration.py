@@ -41,7 +41,8 @@ def check_calibration(rows: int, percentile: float, margin: float) -> None:
     """
     if not (0 < percentile <= 100 and margin > 0):
         raise DataError(
-            f"percentile {percentile} is not in (0, 100], or margin {margin} not above 0",
+            f"percentile must be above 0 and at most 100, margin above 0; got {percentile} and "
+            f"{margin}",
             fix="use a percentile such as 99.9 and a margin such as 1.05",
         )
     if not rows:
@@ -105,8 +106,9 @@ class Calibration:
             largest = float(edge.view(torch.float32))
             if not math.isfinite(largest):
                 raise TrainingError(
-                    f"layer {layer}: {kind} holds values that are not finite",
-                    fix="find out which rows or weights make them",
+                    f"layer {layer}: {kind} has values that are not finite",
+                    fix="check the weights, and calibrate with fewer rows to find the one that "
+                    "causes them",
                     layer=layer,
                 )
             smallest = torch.finfo(torch.float32).tiny

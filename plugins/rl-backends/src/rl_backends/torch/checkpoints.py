@@ -100,7 +100,7 @@ def model_facts(
     context = getattr(text, "max_position_embeddings", None)
     if (length := config.get("max_model_len") if context is None else context) is None:
         raise ConfigError(
-            f"{type(text).__name__} names no context length (max_position_embeddings)",
+            f"{type(text).__name__} has no context length (max_position_embeddings)",
             fix="set max_model_len",
             key="max_model_len",
         )
@@ -145,7 +145,7 @@ def _from_hub(name: str) -> Path:
     except (HfHubHTTPError, LocalEntryNotFoundError, httpx.HTTPError, OSError) as error:
         cause = unreachable or error
         raise ConfigError(
-            f"{name} is neither a directory nor a model that the hub gives us: {cause}",
-            fix="check the name, or set model_name to a local directory",
+            f"{name} is neither a directory nor a model that the hub gives access to: {cause}",
+            fix="correct the name, or set model_name to a local directory",
             key="model_name",
         ) from cause

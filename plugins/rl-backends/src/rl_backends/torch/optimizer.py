@@ -150,7 +150,7 @@ class Optimizer:
 def _master(name: str, parameter: nn.Parameter, *, collects: bool) -> nn.Parameter:
     if parameter.dtype == torch.float16:
         raise CapabilityError(
-            f"{name} is float16, whose gradients vanish without loss scaling",
+            f"{name} is float16, which cannot be trained: gradients underflow without loss scaling",
             fix="train in bfloat16 or float32",
         )
     if parameter.dtype != torch.bfloat16:

@@ -20,7 +20,7 @@ __all__ = ["PolicyGeneration"]
 
 
 class PolicyGeneration(GenerationBackend):
-    """Decodes with a model that somebody else owns, trains and places.
+    """Generates with the model that a policy owns, trains and moves between devices.
 
     Args:
         engine: Decodes with the policy's model, such as a
@@ -70,7 +70,7 @@ class PolicyGeneration(GenerationBackend):
     def weight_sink(self) -> WeightSink:
         """Refused: the weights are the policy's."""
         raise CapabilityError(
-            "a policy generates with its own weights and takes no refit",
+            "the generation of a policy takes no refit: it has the policy's own weights",
             fix="refit a generation backend",
         )
 

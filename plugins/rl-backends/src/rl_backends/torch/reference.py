@@ -148,7 +148,7 @@ class _SwapFile(_Swap):
         except (OSError, SafetensorError) as error:
             raise ConfigError(
                 f"the reference's weights cannot be written to a file in {where}: {error}",
-                fix="make room there, set TMPDIR to a directory on another disk, or use "
+                fix="free space there, set TMPDIR to a directory on another disk, or use "
                 "reference='copy', which keeps them in memory",
                 key="reference",
             ) from error
@@ -161,6 +161,7 @@ class _Nothing(Reference):
 
     def using(self, model: nn.Module) -> Any:
         raise CapabilityError(
-            f"this policy was built with reference='none' and has no reference {type(model)}",
+            f"the policy of a {type(model).__name__} was built with reference='none', so it has no "
+            "reference model",
             fix="build it with reference='swap' or 'copy'",
         )
