@@ -122,7 +122,7 @@ def grpo(folder: Path, ranks: str, start: Callable[[Path], Any]) -> None:
     with policy_of_ranks(warm, ranks, optimizer={"lr": 1e-3}, **sizes) as policy:
         before = policy.weights_version
         with warnings.catch_warnings():  # after so few steps, no answer may be right
-            warnings.filterwarnings("ignore", "the rewards of each prompt", LoopWarning)
+            warnings.filterwarnings("ignore", "for every prompt, the rewards", LoopWarning)
             steps = [grpo_step(policy, engine, task, problems=16, samples=4) for _ in range(4)]
         assert policy.weights_version == engine.weights_version > before
     engine.shutdown()

@@ -62,7 +62,7 @@ def test_rows_with_stop_strings_fail_before_an_engine_without_a_tokenizer_sees_t
     engine = start(fake={"facts": {"has_tokenizer": False}, "needs_rows": True})
     batch = prompts(5)
     batch["stop_strings"] = [["7"]]
-    with pytest.raises(DataError, match="row 0 has stop strings, and the model has no tokenizer"):
+    with pytest.raises(DataError, match="row 0 has stop strings, but the model has no tokenizer"):
         engine.generate(batch)
     assert engine.generate(prompts(5))["output_ids"].tolist() == [[5, 6, 7, 8, 9]]
 

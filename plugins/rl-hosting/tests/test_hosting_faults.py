@@ -100,7 +100,7 @@ def test_an_engine_that_hangs_fails_the_call(start, moment, act):
     engine = start(fake={"acts": {moment: act}, **LATER}, call_deadline_s=60.0)
     engine.answer_s = engine.silence_s = engine._remote._answer_s = 0.5  # once it is awake
     errors = (WorkerDiedError, DeadlineError)
-    with pytest.raises(errors, match=f"(?s){NAME}.*(no sign of life|was not answered)") as caught:
+    with pytest.raises(errors, match=f"(?s){NAME}.*(no sign of life|did not answer)") as caught:
         CALLS[moment](engine)
     assert caught.value.details["log"]
 
@@ -209,5 +209,5 @@ def test_an_engine_that_is_forked_too_late_is_named_with_the_time_it_was_given(s
         time.sleep(timeout_s)
 
     monkeypatch.setattr(ForkedProcess, "wait_for_fork", late)
-    with pytest.raises(DeadlineError, match="start was not answered within 1 s"):
+    with pytest.raises(DeadlineError, match="did not answer start within 1 s"):
         start(fake={"acts": {"start": "hang"}}, hosting={"start_timeout_s": 1.0})

@@ -41,7 +41,7 @@ def test_values_come_back_as_they_were():
     ],
 )
 def test_nonsense_is_an_error_of_ours(value):
-    with pytest.raises(DataError, match="what a worker returned"):
+    with pytest.raises(DataError, match="a worker's result"):
         decode_result(msgspec.msgpack.encode(value))
 
 

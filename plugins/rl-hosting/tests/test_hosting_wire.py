@@ -100,7 +100,7 @@ def test_what_nobody_waits_for_is_passed_over(start, what):
 def test_a_frame_that_does_not_go_on_fails_the_calls(start, monkeypatch):
     monkeypatch.setattr(_messages, "FRAME_STALL_S", 0.5)
     engine = start(fake={"acts": {"submit": HEAD.pack(PROTOCOL, 1000) + b"abc", "step": "hang"}})
-    with pytest.raises(RLError, match=r"the fake engine.*of a frame of 1000 bytes 3 came"):
+    with pytest.raises(RLError, match=r"the fake engine.*sent 3 of 1000 bytes of a message"):
         engine.generate(prompts(5))
     assert not psutil.pid_exists(engine.pid)
 
@@ -255,7 +255,7 @@ def test_no_error_of_an_engine_ends_the_driver(name):
 
 @pytest.mark.parametrize("plain", [[], "torn", 3, ["ValueError", "no", None, 7]])
 def test_an_error_that_cannot_be_read_is_an_error_that_says_so(plain):
-    assert "an error that cannot be read" in decode_error(plain).message
+    assert "an error that cannot be decoded" in decode_error(plain).message
 
 
 def test_errors_cross_processes_as_text():

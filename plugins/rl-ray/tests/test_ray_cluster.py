@@ -72,7 +72,7 @@ def test_a_worker_that_exits_in_a_call_is_an_error(
 
 
 def test_resources_that_are_not_there_are_named(shared: RayVirtualCluster) -> None:
-    with pytest.raises(ConfigError, match=r"Asked for: \[9\] bundles of 1 CPU.*Ray has: 4 CPU"):
+    with pytest.raises(ConfigError, match=r"Requested: \[9\] bundles of 1 CPU.*nodes have: 4 CPU"):
         RayVirtualCluster([9], deadline_s=0.5)
 
 
@@ -99,7 +99,9 @@ def test_bundles_must_be_counts(bundles: list[int]) -> None:
 
 
 def test_more_gpus_than_a_node_has_are_refused(shared: RayVirtualCluster) -> None:
-    with pytest.raises(ConfigError, match="8 bundles with a GPU each, and has 4"):
+    with pytest.raises(
+        ConfigError, match="8 bundles with one GPU each on a node, but num_gpus_per_node is 4"
+    ):
         RayVirtualCluster([8], use_gpus=True, num_gpus_per_node=4)
 
 

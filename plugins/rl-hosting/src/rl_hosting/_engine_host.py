@@ -152,7 +152,7 @@ class EngineHost:
             failed = {}
             for row in [row for row in taken if row.stop_strings]:
                 error = DataError(
-                    f"row {row.index} has stop strings, and the model has no tokenizer",
+                    f"row {row.index} has stop strings, but the model has no tokenizer",
                     fix="save the tokenizer beside the model, or use stop_token_ids",
                     row=row.index,
                     key="stop_strings",
@@ -184,7 +184,7 @@ class EngineHost:
                 known = isinstance(one, Completion | FailedRow)
                 if not known or one.row not in range(self._newest + 1):
                     raise PluginError(
-                        f"{self.name}: step ended {one!r:.200}, which belongs to no row that it "
+                        f"{self.name}: step returned {one!r:.200}, which belongs to no row that it "
                         "was given",
                         fix="report it to the backend's author: row is the row's key",
                     )

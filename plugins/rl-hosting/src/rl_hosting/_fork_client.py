@@ -75,17 +75,17 @@ class ForkedProcess:
             self.pid = int(line)
         elif line is None:
             raise DeadlineError(
-                f"the process {self._server.pid}, which imports the engine, did not fork within "
+                f"process {self._server.pid}, which imports the engine, did not fork within "
                 f"{timeout_s:.0f} s",
-                fix="look at the log for what it imports, or give it more time",
+                fix="look at its log for what it imports, or raise start_timeout_s",
                 seconds=timeout_s,
             )
         else:
             raise WorkerDiedError(
-                f"the process {self._server.pid}, which imports the engine, did not fork: "
-                f"{line or 'it ended'}",
-                fix="look at the log for why; rl-hosting must be installed there, and the limits "
-                "(ulimit -a) must leave room for one more process and its files",
+                f"process {self._server.pid}, which imports the engine, did not fork: "
+                f"{line or 'it has ended'}",
+                fix="look at its log; check that rl-hosting is installed for that Python, and that "
+                "the limits (ulimit -a) allow one more process and its files",
             )
 
     def poll(self) -> int | None:
@@ -201,8 +201,9 @@ class ForkServer:
         except OSError as error:
             self._control.close()
             raise ConfigError(
-                f"{python!r} does not run: {error}",
-                fix="python is the interpreter of an environment with rl-hosting and the engine",
+                f"python: {python!r} cannot be started: {error}",
+                fix="set python to the interpreter of an environment that has rl-hosting and the "
+                "engine",
                 key="python",
             ) from error
 
@@ -269,8 +270,9 @@ class ForkServer:
         except TimeoutError as error:
             os.close(status)
             raise DeadlineError(
-                f"the process {self._process.pid}, which imports the engine, takes no request",
-                fix="it may be stopped; end it, and build the backend again",
+                f"process {self._process.pid}, which imports the engine, did not take a request "
+                f"within {SERVER_CLOSE_S:g} s",
+                fix=f"end it (kill -9 {self._process.pid}), and build the backend again",
                 seconds=SERVER_CLOSE_S,
             ) from error
         except OSError:  # it has ended: its end of the pipe is closed, and who waits on it fails

@@ -61,7 +61,7 @@ class HostedRows(RowEngine):
         if progress is None:
             if self._silent is not None and now - self._silent > self._silence_s():
                 raise self._process.give_up(
-                    f"decodes and gave no sign of life for {now - self._silent:.0f} s"
+                    f"has rows to decode, gave no sign of life for {now - self._silent:.0f} s"
                 )
             return []
         found: list[Completion | FailedRow] = [*progress.rows]

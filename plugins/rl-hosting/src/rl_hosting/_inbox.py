@@ -90,8 +90,8 @@ class Inbox:
             self.broken = error
         except Exception as error:
             self.broken = PluginError(
-                f"the engine's process sent what is no message: {error}",
-                fix="nothing but rl-hosting may write to its socket; report it",
+                f"its process sent a malformed message: {error}",
+                fix="report it to rl-hosting",
             )
         finally:
             with self._guard:

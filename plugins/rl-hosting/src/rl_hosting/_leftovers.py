@@ -70,8 +70,8 @@ def make_directory(wanted: str) -> tuple[str, IO[str]]:
             raise
     except OSError as error:
         raise ConfigError(
-            f"no directory for an engine's sockets can be made in {parent}: {error}",
-            fix="make room there, or set TMPDIR to a short path where this process may write",
+            f"cannot create a directory for an engine's sockets in {parent}: {error}",
+            fix="free space there, or set TMPDIR to a short path where this process may write",
             key="TMPDIR",
         ) from error
 

@@ -179,7 +179,7 @@ class Channel:
         version, size = _HEAD.unpack(self._exactly(_HEAD.size, begun=False))
         if version != PROTOCOL:
             raise IncompatiblePluginError(
-                f"the other side has version {version} of the protocol, this one {PROTOCOL}",
+                f"the other side uses protocol {version} of rl-hosting, this side {PROTOCOL}",
                 fix="install the same release of rl-hosting in both environments",
                 version=version,
             )
@@ -203,8 +203,8 @@ class Channel:
                 if not (begun or data):
                     continue
                 raise DeadlineError(
-                    f"of a frame of {size} bytes {len(data)} came, and no more in "
-                    f"{FRAME_STALL_S:.0f} s",
+                    f"the other process sent {len(data)} of {size} bytes of a message, and no more "
+                    f"within {FRAME_STALL_S:.0f} s",
                     fix="look at its log",
                     seconds=FRAME_STALL_S,
                 ) from None
@@ -217,7 +217,7 @@ class Channel:
 
     def _late(self, timeout_s: float) -> DeadlineError:
         return DeadlineError(
-            f"the other side took nothing for {timeout_s:.0f} s",
+            f"the other process did not read a message within {timeout_s:.0f} s",
             fix="look at its log",
             seconds=timeout_s,
         )

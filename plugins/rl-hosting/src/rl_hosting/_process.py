@@ -93,7 +93,7 @@ class HostedProcess:
         host: str = HOST,
     ) -> None:
         if not hasattr(os, "pidfd_open"):
-            raise CapabilityError("rl-hosting needs Linux", fix="run it there", capability="host")
+            raise CapabilityError("rl-hosting needs Linux", fix="use Linux", capability="host")
         self.name = name
         self._python = python
         self._owner = os.getpid()
@@ -121,9 +121,9 @@ class HostedProcess:
                 raise
             except OSError as error:
                 raise ConfigError(
-                    f"{name}: its process has no room for its files: {error}",
-                    fix="raise the limit of open files (ulimit -n), or make room where temporary "
-                    "files are (TMPDIR)",
+                    f"{name}: the files of its process cannot be opened: {error}",
+                    fix="raise the limit of open files (ulimit -n), or free space for temporary "
+                    "files (TMPDIR)",
                     key="TMPDIR",
                 ) from error
             undo.pop_all()
@@ -162,7 +162,7 @@ class HostedProcess:
             for name, theirs in hello.releases.items():
                 if theirs != (ours := version(name)):
                     raise IncompatiblePluginError(
-                        f"{self.name}: {hello.python} has {name} {theirs}, this process {ours}",
+                        f"{self.name}: {hello.python} has {name} {theirs}, this process has {ours}",
                         fix=f"install {name} {ours} there, or {theirs} here",
                         version=theirs,
                     )
@@ -279,8 +279,9 @@ class HostedProcess:
         """
         if not self.owned:
             raise LifecycleError(
-                f"{self.name}: this process was forked from {self._owner}, whose engine it is",
-                fix="call it there, or build an engine after the fork",
+                f"{self.name}: the engine belongs to process {self._owner}, and this process was "
+                "forked from it",
+                fix=f"call it in process {self._owner}, or build an engine after the fork",
             )
 
     def _send(self, request: Request, timeout_s: float) -> None:
@@ -346,16 +347,17 @@ class HostedProcess:
 
     def _lost(self, why: str) -> WorkerDiedError:
         return WorkerDiedError(
-            f"{self.name}: the engine's process {self.pid} {why}{self._log_lines()}",
-            fix="build a new backend; with verbose the engine's log is shown",
+            f"{self.name}: its process {self.pid} {why}{self._log_lines()}",
+            fix="build a new backend; set verbose to True to see its log",
             worker=self.name,
         )
 
     def _late(self, method: str, seconds: float) -> RLError:
         error: RLError = self.with_log(
             DeadlineError(
-                f"{self.name}: {method} was not answered within {seconds:.0f} s{self._log_lines()}",
-                fix="look at the engine's log (verbose), or give it more time",
+                f"{self.name} did not answer {method} within {seconds:.0f} s{self._log_lines()}",
+                fix="look at its log (set verbose to True); if it was loading a model, raise "
+                "start_timeout_s",
                 seconds=seconds,
             )
         )

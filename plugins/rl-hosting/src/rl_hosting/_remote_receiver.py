@@ -85,7 +85,7 @@ class RemoteReceiver:
             raise WeightsTornError(
                 f"{self.name}: the weights are partly of version {self.version} and partly newer, "
                 "or were dropped",
-                fix="refit again; the engine needs no restart",
+                fix="call refit again; the engine needs no restart",
                 version=self.version,
             )
 
@@ -104,7 +104,7 @@ class RemoteReceiver:
         """See :meth:`RefitReceiver.receive`."""
         if not self._prepared:
             raise LifecycleError(
-                f"{self.name}: no trainer is known",
+                f"{self.name} does not know its trainer yet",
                 fix="call prepare_refit_info(policy.prepare_refit_info()) first",
             )
         check_deadline(deadline_s)
@@ -223,8 +223,10 @@ class RemoteReceiver:
             if time.monotonic() > end + REFIT_REPORT_S:
                 late = [rank for rank, state in enumerate(states) if not state["done"]]
                 raise DeadlineError(
-                    f"{self.name}: the refit did not end within its deadline in workers {late}",
-                    fix="find out what their sinks wait for; the engine may have to be ended",
+                    f"{self.name}: the refit did not end within its deadline in these workers: "
+                    f"{', '.join(map(str, late))}",
+                    fix="look at what these workers do (the engine's log, py-spy dump); if they "
+                    "hang, build the engine again",
                     workers=late,
                 )
             wanted = held is not None and any(state.get("wants_lock") for state in states)
@@ -240,7 +242,7 @@ class RemoteReceiver:
         raise self._aborted()
 
     def _aborted(self) -> RefitAborted:
-        return RefitAborted(f"{self.name}: closed", fix="build a new backend, and refit that")
+        return RefitAborted(f"{self.name}: it was shut down", fix="build a new backend")
 
     def _adopt(self, states: list[dict[str, Any]]) -> None:
         weights = {(state["version"], state["origin"]) for state in states}
@@ -259,13 +261,13 @@ class RemoteReceiver:
             found = self._process.call("refit", timeout_s or self._answer_s, call=frame)
             answers = [decode(answer, type=Reply) for answer in found]
             if len(answers) != self._count:
-                raise ValueError(f"{len(answers)} answers of {self._count} workers")
+                raise ValueError(f"{len(answers)} answers, expected {self._count}")
         except (TypeError, ValueError) as wrong:
             if isinstance(wrong, WorkerError):
                 raise
             raise PluginError(
-                f"{self.name}: call_workers did not return the answers of the workers: {wrong}",
-                fix="report it to the backend's author: an answer of each worker's WorkerRefits",
+                f"{self.name}: call_workers did not return one answer of each worker: {wrong}",
+                fix="report it to the backend's author: the answers are those of WorkerRefits",
             ) from wrong
         errors = [error for answer in answers if (error := error_of(answer)) is not None]
         if errors:

@@ -54,8 +54,8 @@ def decode_result(data: bytes) -> Any:
         return _from_plain(msgspec.msgpack.decode(data, ext_hook=_extension))
     except (msgspec.MsgspecError, ArithmeticError, LookupError, *_NONSENSE) as error:
         raise DataError(
-            f"what a worker returned is not a valid value: {type(error).__name__}: {error}",
-            fix="install the same release of rl-hosting and rl-core for workers and driver",
+            f"a worker's result cannot be decoded: {type(error).__name__}: {error}",
+            fix="install the same rl-hosting and rl-core for the workers and the driver",
         ) from error
 
 

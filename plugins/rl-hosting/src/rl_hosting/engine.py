@@ -112,10 +112,10 @@ class Engine(ABC):
             error = None
         if error is not None:
             raise ConfigError(
-                f"the engine loads {model} and cannot compute with it: {type(error).__name__}: "
+                f"the engine loaded {model}, but cannot compute with it: {type(error).__name__}: "
                 f"{error}",
-                fix="use a model whose sizes (heads of 64 or 128, say) the engine has kernels for "
-                "on this device, or another attention backend of the engine",
+                fix="use a model with sizes for which the engine has kernels on this device (heads "
+                "of 64 or 128, for example), or another attention backend of the engine",
                 key="model_name",
             ) from error
         self.reset_caches()

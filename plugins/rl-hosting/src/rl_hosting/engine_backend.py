@@ -84,8 +84,8 @@ class EngineBackend(HostedGeneration):
             one, other = checked.get(outside), engine.get(inside)
             if None not in (one, other) and one != other:
                 raise ConfigError(
-                    f"{outside} is {one!r} and {section}.{inside} is {other!r}",
-                    fix="give one of them",
+                    f"{outside} is {one!r}, but {section}.{inside} is {other!r}",
+                    fix="set only one of them",
                     key=outside,
                 )
         if (longest := engine.get("max_model_len")) is not None:
@@ -102,10 +102,10 @@ class EngineBackend(HostedGeneration):
         workers = self.worker_count(engine)
         if device == "cuda" and torch.cuda.device_count() < workers:
             raise ConfigError(
-                f"{workers} workers want a GPU each, and this process sees "
-                f"{torch.cuda.device_count()}",
-                fix="without a cluster, all of a host's GPUs are seen; a bundle of a "
-                "RayVirtualCluster has one, so that replicas on it have one worker",
+                f"{section}.{self.workers_key} is {workers}, but the number of GPUs that this "
+                f"process sees is {torch.cuda.device_count()}",
+                fix=f"set it to {torch.cuda.device_count()} or less; an engine in a bundle of a "
+                "RayVirtualCluster sees one GPU",
                 key=f"{section}.{self.workers_key}",
             )
         super().__init__(

@@ -38,8 +38,8 @@ def check_tested(backend: BackendManifest, title: str, private: Mapping[str, str
     if found is not None and found not in SpecifierSet(tested, prereleases=True):
         touched = "\n".join(f"  {name}: {why}" for name, why in private.items())
         raise IncompatiblePluginError(
-            f"{title} {found} is outside {tested}; rl-{backend.name} relies on parts of it that "
-            f"are not public:\n{touched}",
-            fix=f'pip install "{backend.name}{tested}"; or take a newer rl-{backend.name}',
+            f"{title} {found} is outside of {tested}; rl-{backend.name} uses parts of it that are "
+            f"not public:\n{touched}",
+            fix=f'pip install "{backend.name}{tested}", or install a newer rl-{backend.name}',
             version=found,
         )

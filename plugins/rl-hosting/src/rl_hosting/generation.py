@@ -101,8 +101,8 @@ class HostedGeneration(GenerationBackend):
                 facts = msgspec.convert(self.engine_facts, _Facts)
             except msgspec.ValidationError as error:
                 raise PluginError(
-                    f"{name} lacks facts that a driver needs: {error}",
-                    fix="report it to the backend's author; rl_hosting.Engine says what they are",
+                    f"{name}: the facts that its start returned are not complete: {error}",
+                    fix="report it to the backend's author; rl_hosting.Engine lists them",
                 ) from error
             self.receiver_count = facts.workers
             model = facts.pad_token_id, tuple(facts.eos_token_ids), facts.vocab_size
@@ -201,8 +201,8 @@ class HostedGeneration(GenerationBackend):
     def _check_takes_refits(self) -> None:
         if self._without_refits:
             raise CapabilityError(
-                f"{self._process.name} was built with {self._without_refits}",
-                fix="build it without that key",
+                f"{self._process.name} takes no refit: it was built with {self._without_refits}",
+                fix="build it again without that key",
                 capability="refit",
             )
 
@@ -240,6 +240,6 @@ class HostedGeneration(GenerationBackend):
         if not self._process.call("reset_caches", self.answer_s):
             raise PluginError(
                 f"{self._process.name} did not clear its prefix cache",
-                fix="wait until nothing is being generated",
+                fix="call it again when no rows are being generated",
             )
         return True

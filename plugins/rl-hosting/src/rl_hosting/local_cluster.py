@@ -68,11 +68,12 @@ class LocalCluster(Cluster):
     ) -> None:
         for key, value in (("world_size", world_size), ("threads", threads)):
             if value is not None and value < 1:
-                raise ConfigError(f"{key} is {value}", fix="give a number of at least 1", key=key)
+                text = f"{key} must be at least 1, got {value}"
+                raise ConfigError(text, fix="give 1 or more", key=key)
         if devices is not None and len(devices) != world_size:
             raise ConfigError(
-                f"devices has {len(devices)} entries for {world_size} places",
-                fix='name the GPU of each, such as ["0", "1"]',
+                f"devices has {len(devices)} entries, but world_size is {world_size}",
+                fix='give one GPU for each worker, such as ["0", "1"]',
                 key="devices",
             )
         self._world_size = world_size

@@ -35,13 +35,13 @@ def as_future(reference: Any) -> concurrent.futures.Future[Any]:
             else:
                 error = WorkerError(
                     f"a worker failed: {cause}",
-                    fix="the worker's traceback is in error.remote_traceback",
+                    fix="read the worker's traceback: print(error.remote_traceback)",
                     remote_type=type(cause).__qualname__,
                     remote_traceback=str(error),
                 )
         elif isinstance(error, (ray.exceptions.RayActorError, ray.exceptions.WorkerCrashedError)):
             error = WorkerDiedError(
-                f"a worker is gone: {error}", fix="look at its log for the cause (often memory)"
+                f"a worker has ended: {error}", fix="look at its log for the cause (often memory)"
             )
         future.set_exception(error)
 

@@ -71,7 +71,7 @@ class RayVirtualCluster(Cluster):
         if not bundle_ct_per_node_list:
             raise ConfigError(
                 "bundle_ct_per_node_list is empty",
-                fix="[2] asks for two bundles on one node",
+                fix="give the number of bundles of each node, such as [2] for two on one node",
                 key="bundle_ct_per_node_list",
             )
         self._groups: list[Any] = []  # placement groups
@@ -93,9 +93,9 @@ class RayVirtualCluster(Cluster):
             self.use_gpus = use_gpus
             if use_gpus and num_gpus_per_node and max(self.bundles) > num_gpus_per_node:
                 raise ConfigError(
-                    f"a node is asked for {max(self.bundles)} bundles with a GPU each, "
-                    f"and has {num_gpus_per_node}",
-                    fix="ask for at most num_gpus_per_node bundles of a node",
+                    f"bundle_ct_per_node_list wants {max(self.bundles)} bundles with one GPU each "
+                    f"on a node, but num_gpus_per_node is {num_gpus_per_node}",
+                    fix=f"use at most {num_gpus_per_node} for each node",
                     key="bundle_ct_per_node_list",
                 )
             self._reserve(deadline_s)
@@ -161,15 +161,15 @@ class RayVirtualCluster(Cluster):
         """
         if not self._groups:
             raise LifecycleError(
-                f"the cluster {self.name} is shut down", fix="make a new RayVirtualCluster"
+                f"the cluster {self.name} was shut down", fix="build a new RayVirtualCluster"
             )
         if len(self._claims) >= self.max_colocated_worker_groups:
             raise ConfigError(
-                f"{owner} finds no place on the cluster {self.name}: its "
-                f"{self.max_colocated_worker_groups} place(s) are taken by "
+                f"{owner} does not fit on the cluster {self.name}: it has "
+                f"max_colocated_worker_groups={self.max_colocated_worker_groups}, taken by "
                 f"{', '.join(self._claims)}",
                 fix=f"set max_colocated_worker_groups={len(self._claims) + 1}, "
-                "or give each group a cluster of its own",
+                "or build a separate cluster for each backend",
                 key="max_colocated_worker_groups",
             )
         self._claims.append(owner)
@@ -230,18 +230,18 @@ class RayVirtualCluster(Cluster):
             ]
             free = ray.available_resources()
             raise ConfigError(
-                f"the cluster {self.name} was not ready within {deadline_s:g} s. Asked for: "
-                f"{self.bundles} bundles of {_show(bundle)} each; entry {node} found no node. "
-                f"Ray has: {'; '.join(map(_show, nodes))}; "
+                f"the cluster {self.name} was not ready within {deadline_s:g} s. Requested: "
+                f"{self.bundles} bundles of {_show(bundle)} each; no node has room for entry "
+                f"{node}. Ray's nodes have: {'; '.join(map(_show, nodes))}; "
                 f"free now: {_show({key: free.get(key, 0.0) for key in bundle})}",
-                fix="ask for fewer bundles, shut other clusters down, or add nodes",
+                fix="request fewer bundles, shut other clusters down, or add nodes",
                 key="bundle_ct_per_node_list",
             )
 
 
 def _at_least_one(key: str, value: int) -> int:
     if value < 1:
-        raise ConfigError(f"{key} is {value}", fix="give a number of at least 1", key=key)
+        raise ConfigError(f"{key} must be at least 1, got {value}", fix="give 1 or more", key=key)
     return value
 
 

@@ -156,7 +156,8 @@ class RemoteGeneration(RemoteBackend, TakesWeights, GenerationInterface):
                     raise DeadlineError(
                         f"{self._group.name}: no row finished within "
                         f"{self._group.call_deadline_s:g} s",
-                        fix="raise call_deadline_s, or look at the workers' logs",
+                        fix="look at the workers' logs; for more time, pass call_deadline_s to "
+                        "RemoteGeneration",
                         seconds=self._group.call_deadline_s,
                     )
                 for task in done:
@@ -279,7 +280,7 @@ def _same(weights: list[tuple[int, int]]) -> tuple[int, int]:
             f"{version} of origin {origin}" for version, origin in sorted({*weights})
         )
         raise WeightsTornError(
-            f"the replicas serve different weights: versions {served}",
+            f"the replicas of the engine have different weights: versions {served}",
             fix="refit all of them: refit(policy, generation)",
             phase="serving",
         )

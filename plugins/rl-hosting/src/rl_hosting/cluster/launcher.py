@@ -161,7 +161,7 @@ class Workers(ABC):
         """
         if not self.processes:
             raise LifecycleError(
-                f"the workers of {self.name} were called after shutdown", fix="build a new backend"
+                f"{self.name} was called after shutdown", fix="build a new backend"
             )
         return self.processes[rank]
 
@@ -246,8 +246,9 @@ class Workers(ABC):
         declared = self._capabilities[capability]
         if declared.level in ("unsupported", "not_implemented"):
             raise CapabilityError(
-                f"{self.name} does not offer {capability}: {declared.level}",
-                fix=declared.reason or None,
+                f"{self.name} does not offer {capability}"
+                + (f": {declared.reason}" if declared.reason else f" ({declared.level})"),
+                fix="use another backend; `rl backends info NAME` shows what a backend offers",
                 capability=capability,
             )
 
@@ -282,7 +283,8 @@ class Workers(ABC):
             raise DeadlineError(
                 f"{self.name}: rank {' and '.join(map(str, late))} of {self.size} did not answer "
                 f"within {seconds:g} s",
-                fix="look at what that worker does (its log, py-spy), or give it more time",
+                fix="look at what that worker does (its log, py-spy dump); for more time, pass "
+                "call_deadline_s to RemotePolicy or RemoteGeneration, or deadline_s to refit",
                 seconds=seconds,
                 rank=late[0],
             ) from error
@@ -310,8 +312,8 @@ def checked_size(num_workers: int | None, places: int) -> int:
     size = places if num_workers is None else num_workers
     if not 1 <= size <= places:
         raise ConfigError(
-            f"num_workers is {size}, the cluster has {places} places",
-            fix=f"give a number between 1 and {places}",
+            f"num_workers is {size}, but the number of places of the cluster is {places}",
+            fix=f"use 1 <= num_workers <= {places}",
             key="num_workers",
         )
     return size

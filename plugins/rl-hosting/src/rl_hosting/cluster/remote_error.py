@@ -97,8 +97,8 @@ def decode_error(plain: list[Any]) -> WorkerError:
         return _rebuild(str(name), str(message), fix, dict(details))
     except (TypeError, ValueError):
         return WorkerError(
-            f"the engine sent an error that cannot be read: {plain!r:.200}",
-            fix="report it to the backend's author: rl_hosting.cluster.remote_error makes them",
+            f"the engine's process sent an error that cannot be decoded: {plain!r:.200}",
+            fix="report it to the backend's author: encode_error makes such errors",
         )
 
 

@@ -50,9 +50,10 @@ class RowRanks:
         known = set(range(self.size))
         if sizes != {self.size} or speaking != list(range(self.size)) or not known >= {*self.parts}:
             raise PluginError(
-                f"{name}: the data-parallel ranks that its workers report do not fit together: "
+                f"{name}: its workers have contradictory data-parallel ranks: "
                 f"{', '.join(f'{r.rank} of {r.size}' + ' (reports)' * r.reports for r in ranks)}",
-                fix="give all ranks one size, and every rank one worker that reports",
+                fix="report it to the backend's author: all ranks need the same size, and every "
+                "rank one worker that reports",
             )
 
     def reported_values(self, results: Sequence[T]) -> list[T]:
@@ -177,8 +178,8 @@ def training_shards(
     lengths = input_lengths(data)
     if not len(lengths) or gbs < 1 or len(lengths) % gbs or gbs % group_size:
         raise DataError(
-            f"{len(lengths)} rows are no multiple of a global batch of {gbs}, "
-            f"or {gbs} is no multiple of the loss's group size {group_size}",
+            f"the number of rows, {len(lengths)}, is not a multiple of the global batch size "
+            f"{gbs}, or {gbs} is not a multiple of the loss's group size {group_size}",
             fix="drop or repeat rows, set another gbs, or fill up with rows of sample_mask 0",
             key="gbs",
         )

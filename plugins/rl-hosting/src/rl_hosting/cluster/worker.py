@@ -96,7 +96,7 @@ class Worker:
             if not self._begins.wait_for(lambda: name in self._begun, timeout_s):
                 raise DeadlineError(
                     f"a refit did not begin within {timeout_s:g} s",
-                    fix="find out what hangs in the call before it",
+                    fix="look at what the call before it does (the worker's log, py-spy dump)",
                     seconds=timeout_s,
                 )
             futures = self._begun.pop(name)
