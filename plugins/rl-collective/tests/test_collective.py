@@ -285,7 +285,7 @@ def test_closing_the_sender_unblocks_a_receiver_that_waits_for_the_group():
         remote.attach(lane.ref)
         remote.start("try_to_take")
         lane.close()
-        with pytest.raises(RefitPeerError, match="left before all were there"):
+        with pytest.raises(RefitPeerError, match="left before all had joined"):
             remote.result()
 
 

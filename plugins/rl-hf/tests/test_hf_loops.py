@@ -68,7 +68,7 @@ def test_generation_output_is_scored_but_not_trained_on(pair, loss_fn):
         policy.train(output, loss_fn)
     batch = training_batch(output, advantages=[1.0, -1.0])
     del batch["token_mask"]
-    with pytest.raises(DataError, match="prompts would count"):
+    with pytest.raises(DataError, match="tokens of prompts would be trained"):
         policy.train(batch, loss_fn)
     assert torch.equal(policy.get_logprobs(output)["logprobs"], before)
 

@@ -122,7 +122,7 @@ def test_a_model_without_a_pad_token_says_what_to_set(broken: Path):
 @pytest.mark.parametrize(
     ("config", "key", "words"),
     [
-        ({"device": "nonsense"}, "device", "is not a device"),
+        ({"device": "nonsense"}, "device", "does not exist"),
         ({"device": "cuda:99"}, "device", "there is no device cuda:99"),
         ({"load_in_4bit": True, "device": "cpu"}, "load_in_4bit", "needs a CUDA device"),
         ({"load_in_4bit": True, "load_in_8bit": True}, "load_in_8bit", "exclude each other"),
@@ -139,7 +139,7 @@ def test_what_cannot_be_had_is_refused_with_its_key(
 
 
 def test_quantised_weights_are_not_trained(tiny: Callable[..., Path]):
-    with pytest.raises(ConfigError, match="quantised weights are not trained"):
+    with pytest.raises(ConfigError, match="quantised weights can be neither trained"):
         load(tiny(), for_training=True, load_in_8bit=True)
 
 

@@ -150,7 +150,7 @@ def test_adapters_in_wrapped_parts_are_merged(tiny: Any, engine: Any, wrap: Any,
 
 
 REFUSED = {
-    "more than a sum": {"target_modules": ["q_proj"], "use_dora": True},
+    "not plain LoRA": {"target_modules": ["q_proj"], "use_dora": True},
     "lora_bias": {"target_modules": ["q_proj"], "lora_bias": True},
     "TrainableTokensWrapper": {
         "target_modules": ["q_proj"],

@@ -63,7 +63,7 @@ def test_a_model_that_lets_packed_rows_see_each_other_packs_only_if_asked_and_is
     expected = logits.gather(-1, ids[0, 1:, None])[:, 0]
     found = policy.get_logprobs(data)["logprobs"][0, 1 : LENGTHS[0]]
     torch.testing.assert_close(found, expected, atol=1e-4, rtol=0)
-    with pytest.raises(CapabilityError, match="see one another"):
+    with pytest.raises(CapabilityError, match="attend to each other"):
         HuggingFacePolicy(str(tmp_path), sequence_packing=PACKED)
 
 
@@ -225,7 +225,7 @@ def test_a_wrong_row_is_named(tiny, change, row, words):
 
 def test_a_row_past_the_context_is_named(tiny):
     data = batch((4, 300), width=300)
-    with pytest.raises(DataError, match="row 1: 300 tokens, the model's context is 256"):
+    with pytest.raises(DataError, match="row 1 has 300 tokens, but the context has 256"):
         HuggingFacePolicy(str(tiny())).get_logprobs(data)
 
 

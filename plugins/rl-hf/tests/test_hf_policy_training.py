@@ -51,7 +51,9 @@ def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
 def test_rows_that_are_no_multiple_of_the_global_batch_are_refused_before_any_step(tiny):
     policy = HuggingFacePolicy(str(tiny()))
     before = weights(policy)
-    with pytest.raises(DataError, match="8 rows are no multiple of the 3 rows"):
+    with pytest.raises(
+        DataError, match="the number of rows, 8, is not a multiple of the global batch size 3"
+    ):
         policy.train(batch(), NLLLossFn(), gbs=3)
     assert same(weights(policy), before)
 

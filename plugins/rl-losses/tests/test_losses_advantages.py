@@ -109,7 +109,7 @@ def test_groups_are_given_in_exactly_one_way(groups: dict[str, Any]) -> None:
     ("arguments", "message"),
     [
         ({"rewards": torch.zeros(6, 1), "group_size": 2}, "'rewards' has shape"),
-        ({"rewards": REWARDS, "group_size": 4}, "do not fill groups of 4"),
+        ({"rewards": REWARDS, "group_size": 4}, "is not a multiple of the group size 4"),
         ({"rewards": REWARDS, "prompt_ids": torch.zeros(5)}, "'prompt_ids' has shape"),
         ({"rewards": REWARDS, "group_size": 2, "sample_mask": torch.ones(2)}, "'sample_mask' has"),
         ({"rewards": tensor([1.0, math.nan]), "group_size": 2}, "reward of row 1 is nan"),
@@ -182,7 +182,7 @@ def test_gdpo_normalises_each_reward_before_the_sum() -> None:
     rewards = torch.stack([REWARDS, other], dim=1)
     advantages = gdpo_advantages(rewards, weights=[0.5, 2.0], group_size=3, eps=1e-4)
     torch.testing.assert_close(advantages, expected)
-    with pytest.raises(DataError, match="1 weights for 2 rewards"):
+    with pytest.raises(DataError, match="'weights' has 1 entries, but each row has 2 rewards"):
         gdpo_advantages(rewards, weights=[1.0], group_size=3)
 
 

@@ -98,7 +98,7 @@ def test_the_gradient_raises_the_chosen_and_lowers_the_rejected(call: Call) -> N
 
 def test_an_odd_number_of_rows_is_refused(call: Call) -> None:
     inputs = torch.zeros(3, 2)
-    with pytest.raises(DataError, match="3 rows do not make pairs"):
+    with pytest.raises(DataError, match="number of rows is 3"):
         call(DPOLossFn(), inputs, reference_policy_logprobs=inputs)
 
 
@@ -123,6 +123,6 @@ def test_pairs_stay_together_and_rows_are_counted() -> None:
 def test_a_reference_that_was_rolled_is_refused_by_row(call: Call) -> None:
     reference = torch.tensor([[0.0, -1, -2, -3]]).repeat(2, 1)
     call(DPOLossFn(), reference - 0.1, reference_policy_logprobs=reference)
-    with pytest.raises(DataError, match=r"row 0, position 0.*rolled by one") as refused:
+    with pytest.raises(DataError, match=r"row 0, position 0.*shifted by one") as refused:
         call(DPOLossFn(), reference - 0.1, reference_policy_logprobs=reference.roll(-1, 1))
     assert refused.value.details["row"] == 0

@@ -396,5 +396,5 @@ def test_rolled_logprobs_are_refused_by_row(call: Call) -> None:
     mask = torch.tensor([[0, 1, 1, 0], [0, 0, 1, 1]])
     rows: dict[str, Any] = {"advantages": torch.ones(2), "token_mask": mask}
     call(no_kl(), scores, prev_logprobs=scores, **rows)
-    with pytest.raises(DataError, match=r"row 0, position 0.*rolled by one"):
+    with pytest.raises(DataError, match=r"row 0, position 0.*shifted by one"):
         call(no_kl(), scores, prev_logprobs=scores.roll(-1, 1), **rows)

@@ -123,9 +123,9 @@ def refused(path: Path | str, error: type[RLError], match: str, **config: Any) -
         (EXPERTS, 4, {EXPERT: 4}, r"4, .* 6 experts", EXPERT),
         (EXPERTS, 4, {EXPERT: 3}, r"3, .* 4 data-parallel .* 4 ranks", EXPERT),
         (EXPERTS, 2, {EXPERT: 2, PIPELINE: 2}, r"2, .* 1 data-parallel .* 2 ranks", EXPERT),
-        (LLAMA, 2, {EXPERT: 2}, r"is 2, and the model has no experts", EXPERT),
-        (LLAMA, 2, {SEQUENCE: True}, r"needs tensor-parallel ranks", SEQUENCE),
-        (EXPERTS, 3, {TENSOR: 3}, r"sequence_parallel alone", SEQUENCE),
+        (LLAMA, 2, {EXPERT: 2}, r"is 2, but the model has no experts", EXPERT),
+        (LLAMA, 2, {SEQUENCE: True}, r"but tensor_model_parallel_size is 1", SEQUENCE),
+        (EXPERTS, 3, {TENSOR: 3}, r"only if sequence_parallel is set", SEQUENCE),
     ],
 )
 def test_sizes_that_do_not_divide_are_named(settings, world, config, match, key):
@@ -165,7 +165,7 @@ def test_sizes_that_divide():
         ({"reference": "disk"}, ConfigError, "reference"),
         ({"generation": {"max_batch_size": 0}}, ConfigError, "max_batch_size"),
         ({"generation": {"beams": 2}}, ConfigError, "beams"),
-        ({"architecture": "gpt2"}, ConfigError, r"'gpt2'; mapped are llama"),
+        ({"architecture": "gpt2"}, ConfigError, r"'gpt2'; rl-megatron supports llama"),
         ({"temperature": 0.0}, ConfigError, "temperature"),
         (
             {"sequence_packing": {"enabled": True}, "dynamic_batching": {"enabled": True}},
@@ -182,9 +182,9 @@ def test_keys_that_are_wrong_are_named(tiny, unbuilt, config, error, match):
 @pytest.mark.parametrize(
     ("family", "settings", "match"),
     [
-        ("llama", {"attention_bias": True}, "biases of attention without"),
+        ("llama", {"attention_bias": True}, "biases in attention but not"),
         ("llama", {"mlp_bias": True}, "or the reverse"),
-        ("qwen3", {"attention_bias": True}, "biases of attention"),
+        ("qwen3", {"attention_bias": True}, "biases in attention"),
         ("llama", {"hidden_act": "gelu"}, "activation gelu"),
         (
             "qwen2",
@@ -213,8 +213,8 @@ def test_keys_that_are_wrong_are_named(tiny, unbuilt, config, error, match):
             },
             "part of each head",
         ),
-        ("qwen3_moe", {"mlp_only_layers": [1]}, "beside layers without"),
-        ("qwen3_moe", {"decoder_sparse_step": 2}, "beside layers without"),
+        ("qwen3_moe", {"mlp_only_layers": [1]}, "both layers with experts"),
+        ("qwen3_moe", {"decoder_sparse_step": 2}, "both layers with experts"),
         ("qwen3_moe", {"num_experts_per_tok": 1}, "one expert for each token"),
     ],
     ids=str,
@@ -334,7 +334,7 @@ def test_torch_distributed_of_other_ranks_is_named_and_left(tiny, unbuilt):
     worker = WorkerContext(rank=0, world_size=2, master_addr="127.0.0.1", master_port=1)
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
-        with pytest.raises(ConfigError, match=r"has 1 ranks, the policy needs 2"):
+        with pytest.raises(ConfigError, match=r"with world size 1, but the policy needs 2"):
             MegatronPolicy(str(tiny()), worker=worker, **{TENSOR: 2})
         assert dist.is_initialized()
         assert ParallelState._alive is None
@@ -346,7 +346,7 @@ def test_megatron_groups_of_somebody_else_are_left(tiny, unbuilt):
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     parallel_state.initialize_model_parallel()
     try:
-        with pytest.raises(ConfigError, match="process groups in this process already"):
+        with pytest.raises(ConfigError, match="already initialised megatron-core's process groups"):
             MegatronPolicy(str(tiny()))
         assert parallel_state.is_initialized()
     finally:
@@ -394,7 +394,7 @@ def test_a_megatron_of_other_parameters_is_named(tiny, built):
     with pytest.raises(ConfigError, match="no tensor of the checkpoint fills: extra"):
         owned_pieces(table, at, module)
     del module.extra, module.decoder.layers[1].mlp.linear_fc2.weight
-    with pytest.raises(ConfigError, match=r"none of the parameters .*layers\.1\.mlp\.linear_fc2"):
+    with pytest.raises(ConfigError, match=r"no parameter for .*layers\.1\.mlp\.linear_fc2"):
         owned_pieces(table, at, module)
 
 

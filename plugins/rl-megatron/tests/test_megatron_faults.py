@@ -270,7 +270,7 @@ def test_a_step_that_fails_on_one_rank_leaves_all_refusing_until_they_load(
     expected = train(policy)["loss"]
     with pytest.raises(RLError, match="no memory left"):
         policy.train(batch(), FailsInTheStep(tmp_path / "claim"))
-    refused(policy, tmp_path, tiny(), "half of one state")
+    refused(policy, tmp_path, tiny(), "partly old and partly new")
     policy.load_checkpoint(tmp_path / "before")
     assert train(policy)["loss"] == expected
 
@@ -293,7 +293,7 @@ def test_what_cannot_be_read_any_more_in_a_load_leaves_the_policy_refusing(
     with pytest.raises(OSError, match="Input/output error"):
         policy.load_checkpoint(tmp_path / "before")
     monkeypatch.undo()
-    refused(policy, tmp_path, tiny(), "half of one state")
+    refused(policy, tmp_path, tiny(), "partly old and partly new")
     policy.load_checkpoint(tmp_path / "before")
     assert train(policy)["loss"] == expected
     policy.shutdown()

@@ -43,6 +43,6 @@ def test_it_trains_as_that_whose_layout_it_has_and_is_exported_as_itself(
 
 
 def test_without_the_architecture_it_is_named_and_what_to_do(acme):
-    with pytest.raises(ConfigError, match=r"'acme'; mapped are") as raised:
+    with pytest.raises(ConfigError, match=r"'acme'; rl-megatron supports") as raised:
         MegatronPolicy(str(acme))
     assert "set architecture" in raised.value.fix

@@ -240,7 +240,7 @@ def test_a_distillation_loss_that_is_not_wrapped_is_refused(make: Any) -> None:
 
 
 def test_a_loss_on_what_nobody_computes_is_refused() -> None:
-    with pytest.raises(ConfigError, match="'draft', which no policy here computes"):
+    with pytest.raises(ConfigError, match="'draft', which no policy computes"):
         rl_nemo.wrap_loss(nemo_loops.Draft())
 
 

@@ -266,7 +266,9 @@ def test_a_penalty_that_both_have_is_refused(engine, trainer):
 def test_a_prompt_that_fills_the_context_is_named(engine, trainer):
     prompts = ["1+1=", "2" * 30]
     run = trainer(rl_trl.rollout(engine(max_model_len=30)), prompts=prompts)
-    with pytest.raises(DataError, match=r"row [04]: its prompt of 30 tokens leaves no room"):
+    with pytest.raises(
+        DataError, match=r"row [04]: the prompt has 30 tokens, which leaves no room"
+    ):
         run.train()
 
 
@@ -275,7 +277,7 @@ def test_a_prompt_that_fills_the_context_is_named(engine, trainer):
     [
         ("use_vllm", "use_vllm=True"),
         ("tools", "tools or an environment"),
-        ("_is_vlm", "a model of images"),
+        ("_is_vlm", "a vision-language model"),
         ("is_fsdp_enabled", "FSDP"),
         ("is_deepspeed_enabled", "DeepSpeed"),
     ],
@@ -288,14 +290,14 @@ def test_what_is_not_offered_is_refused_by_name(engine, trainer, attribute, word
 
 
 def test_a_main_process_without_an_engine_is_told(trainer):
-    with pytest.raises(ConfigError, match="the main process has no engine"):
+    with pytest.raises(ConfigError, match="no engine in the main process"):
         trainer(rl_trl.rollout(None)).train()
 
 
 @pytest.mark.parametrize("installed", ["1.15.0", "1.17.0", "2.0"])
 def test_another_trl_is_refused_when_the_rollout_is_made(engine, monkeypatch, installed):
     monkeypatch.setattr(settings, "version", lambda name: installed)
-    with pytest.raises(CapabilityError, match=r"tried with trl .*1\.16") as caught:
+    with pytest.raises(CapabilityError, match=r"supports trl .*1\.16") as caught:
         rl_trl.rollout(engine())
     assert "pip install" in caught.value.fix
 

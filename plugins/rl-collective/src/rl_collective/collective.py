@@ -99,7 +99,10 @@ class _Meeting:
             if time.monotonic() >= ends:
                 return False
             if self.closed.wait(_POLL_S):
-                raise LifecycleError("this end of the collective transport was closed")
+                raise LifecycleError(
+                    "this end of the collective transport was closed",
+                    fix="call init_collective on both sides again",
+                )
         return True
 
     def join(self, ref: GroupRef, rank: int, device: torch.device) -> GroupLane:
@@ -171,7 +174,7 @@ class CollectiveSender(ControlServer, SenderEnd):
             raise DeadlineError(
                 f"{missing} of {self._receivers} receivers did not join {self._meeting} "
                 f"within {deadline_s:g} s",
-                fix="start them with this address, and let them reach it (firewall, network)",
+                fix="start them with this address, and check that they reach it (firewall, route)",
                 seconds=deadline_s,
                 missing=missing,
             )
@@ -195,9 +198,9 @@ class CollectiveSender(ControlServer, SenderEnd):
         apart = None not in own and len(set(own)) == len(own)
         if self._backend == "nccl" and not apart:
             raise ConfigError(
-                "backend='nccl' wants the tensors of every member on a GPU of its own, and they "
-                f"are on {', '.join(name or 'no GPU' for name in own)}",
-                fix="leave backend out, or give each engine another GPU than the trainer's",
+                "backend='nccl' needs a different GPU for the trainer and for every engine, but "
+                f"their tensors are on {', '.join(name or 'no GPU' for name in own)}",
+                fix="leave backend out, or give the trainer and each engine a GPU of their own",
                 key="backend",
             )
         return device if apart and self._backend != "gloo" else CPU
@@ -241,7 +244,7 @@ class CollectiveReceiver(ControlClient, ReceiverEnd):
             return False
 
         ends = time.monotonic() + deadline_s
-        cause = "nobody listens there"
+        cause = "no process listens there"
         if self._meeting.wait_for(listens, deadline_s):
             try:
                 left = timedelta(seconds=max(ends - time.monotonic(), 1))
@@ -253,8 +256,9 @@ class CollectiveReceiver(ControlClient, ReceiverEnd):
             except dist.DistError as error:
                 cause = str(error).splitlines()[0]
         raise DeadlineError(
-            f"the sender was not at {self._meeting} within {deadline_s:g} s: {cause}",
-            fix="start the sender first or soon, and let this host reach it (firewall, network)",
+            f"no connection to the sender at {self._meeting} within {deadline_s:g} s: {cause}",
+            fix="call init_collective in the trainer, too, and check that this host reaches it "
+            "(firewall, route)",
             seconds=deadline_s,
         )
 
@@ -287,7 +291,7 @@ class CollectiveReceiver(ControlClient, ReceiverEnd):
         where = _address(address)
         if not where.control or not where.key:
             raise RefitProtocolError(
-                f"{self._meeting}: it is not said where the sender listens, or with which key",
+                f"{self._meeting}: the refit info lacks the sender's address or key",
                 fix="pass the policy's prepare_refit_info() to the engine after init_collective",
             )
         self.endpoint, self.key = where.control, where.key
@@ -300,13 +304,14 @@ class CollectiveReceiver(ControlClient, ReceiverEnd):
         try:
             wanted = msgspec.convert(ref, GroupRef)
         except msgspec.ValidationError as error:
-            raise RefitProtocolError(f"a malformed reference to a group: {error}") from error
+            raise RefitProtocolError(f"received a malformed group reference: {error}") from error
         if receiver not in wanted.members:
             raise RefitProtocolError(f"{receiver} is not a member of the sender's group")
         if wanted.backend == "nccl" and device.type != "cuda":
             raise RefitProtocolError(
                 f"the sender broadcasts between GPUs, and {receiver} receives on {device}",
-                fix="put the engine's tensors on a GPU, or give the sender backend='gloo'",
+                fix="put the engine's tensors on a GPU, or call the sender's init_collective with "
+                "backend='gloo'",
             )
         rank = 1 + wanted.members.index(receiver)
         return self._meeting.join(wanted, rank, device)
@@ -325,8 +330,8 @@ class _Collective(Transport):
         except msgspec.ValidationError as error:
             names = re.findall(r"`\$?\.?(\w+)`", str(error))
             raise ConfigError(
-                f"the collective transport's options: {error}",
-                fix=f"it takes {', '.join(_SenderOptions.__struct_fields__)}",
+                f"the options of the collective transport are not valid: {error}",
+                fix=f"use only these: {', '.join(_SenderOptions.__struct_fields__)}",
                 key=names[-1] if names else "",
             ) from error
         return CollectiveSender(given.ip, given.port, given.receivers, given.backend)
@@ -345,7 +350,7 @@ def _address(given: Mapping[str, Any]) -> _Address:
     try:
         return msgspec.convert(given, _Address)
     except msgspec.ValidationError as error:
-        raise RefitProtocolError(f"a malformed collective address: {error}") from error
+        raise RefitProtocolError(f"received a malformed collective address: {error}") from error
 
 
 def _listen(ip: str, port: int) -> socket.socket:
@@ -354,7 +359,7 @@ def _listen(ip: str, port: int) -> socket.socket:
     try:
         family, _, _, _, where = socket.getaddrinfo(ip, port, type=socket.SOCK_STREAM)[0]
         if ip_address(where[0]).is_unspecified:
-            raise OSError("it stands for all addresses, and receivers need one")
+            raise OSError("it means all addresses, and receivers need one")
         listener = socket.socket(family)
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(where)
@@ -364,7 +369,7 @@ def _listen(ip: str, port: int) -> socket.socket:
             listener.close()
         raise ConfigError(
             f"the sender cannot listen on {ip}:{port}: {error.strerror or error}",
-            fix="give an address of the trainer's host that the engines reach, and a free port",
+            fix="give an address of the trainer's host that the engines can reach, and a free port",
             key="port" if error.errno == errno.EADDRINUSE else "ip",
         ) from error
     return listener

@@ -183,8 +183,8 @@ class _Carrier:
         """Raises if nothing will be carried any more."""
         if self.failure or self._stopped.is_set():
             raise RefitPeerError(
-                f"the broadcast from the sender failed: {self.failure or 'the lane was closed'}",
-                fix="refit again; the survivors form a new group",
+                f"the broadcast from the sender failed: {self.failure or 'it was closed'}",
+                fix="call refit again; the members that still run form a new group",
                 phase="TRANSFER",
             )
 
@@ -217,7 +217,7 @@ class _Carrier:
                     return
                 there, pause = store.add("members", 0), min(2 * pause, 0.02)
             if there < 0:
-                raise RuntimeError("a member left before all were there")
+                raise RuntimeError("a member of the group left before all had joined")
             self._group = self._backend.open(store, member)
             while not self._stopped.is_set() and (span := self._spans.get()) is not None:
                 self._backend.move(self._group, span)
@@ -250,8 +250,8 @@ class GroupLane(Lane):
             self.data = torch.zeros(nbytes, dtype=torch.uint8, device=device)
         except RuntimeError as error:
             raise RefitError(
-                f"a buffer of {nbytes} bytes cannot be had on {device}: {error}",
-                fix="lower bucket_bytes",
+                f"cannot allocate a buffer of {nbytes} bytes on {device}: {error}",
+                fix="lower bucket_bytes, or free memory there",
             ) from error
         self._cuda = device.type == "cuda"
         self._expected: deque[_Span] = deque()
@@ -282,7 +282,7 @@ class GroupLane(Lane):
     def arrived(self) -> bool:
         """See :meth:`Lane.arrived`; waits for a moment, so that a loop of calls costs little."""
         if not self._expected:
-            raise RefitProtocolError("nothing is expected", phase="TRANSFER")
+            raise RefitProtocolError("received data that was not announced", phase="TRANSFER")
         if self._expected[0].done.wait(_PATIENCE_S):
             return True
         self._carrier.check()

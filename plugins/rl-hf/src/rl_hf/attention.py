@@ -69,15 +69,15 @@ def settle_attention(model: PreTrainedModel, *, chosen: bool) -> None:
         _switch(model, found)
         return
     what = (
-        f"torch's fused attention is not that of {type(model).__name__}: of one input it makes "
-        f"outputs that are {found.off:.2g} off, for want of a soft cap, sinks or the like"
+        f"torch's fused attention (sdpa) does not compute the attention of {type(model).__name__} "
+        f"(soft caps or sinks, for example): outputs differ by {found.off:.2g}"
     )
     if chosen:
         raise ConfigError(
             what, fix="leave attn_implementation out, or set 'eager'", key="attn_implementation"
         )
     model.set_attn_implementation("eager")
-    _log.warning("%s; the model's own is used, which is slower and takes more memory", what)
+    _log.warning("%s; the model's eager attention is used: slower, and with more memory", what)
 
 
 def uses_segments(model: PreTrainedModel) -> bool:

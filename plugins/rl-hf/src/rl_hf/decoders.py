@@ -54,8 +54,8 @@ def decoding_engine(
         in_groups = boundary is not None or not fits_slots(model)
     if boundary is not None:
         _log.warning(
-            "%s attends with other positions in rows of more than %d tokens: no row grows beyond "
-            "them. Engines that always use one kind, as vLLM does, differ from it",
+            "%s changes its positions in rows of more than %d tokens: generation ends rows there. "
+            "Engines that use one kind of positions for all rows, as vLLM does, give other results",
             type(model).__name__,
             boundary,
         )
@@ -192,7 +192,9 @@ def fits_slots(model: PreTrainedModel) -> bool:
         reason = _difference(model, text.vocab_size)
     if reason:
         _log.warning(
-            "%s decodes prompts of equal length together, not all: %s", type(model).__name__, reason
+            "%s decodes only prompts of equal length together, which is slower: %s",
+            type(model).__name__,
+            reason,
         )
     return not reason
 
@@ -209,7 +211,7 @@ def _difference(model: PreTrainedModel, vocab_size: int) -> str:
         tokens, lengths = torch.tensor([ids[7], ids[4]]), torch.tensor([7, 4])
         packed = slots.step(tokens.to(device), lengths.to(device), 7)
     except (AttributeError, IndexError, RuntimeError, TypeError, ValueError) as error:
-        return f"it takes no packed prompts ({type(error).__name__}: {error})"
+        return f"it does not take packed prompts ({type(error).__name__}: {error})"
     rows = [torch.tensor([ids[:8]], device=device), torch.tensor([ids[:5]], device=device)]
     alone = torch.cat([model(input_ids=row, use_cache=False).logits[:, -1] for row in rows])
     off = float((packed.float().log_softmax(-1) - alone.float().log_softmax(-1)).abs().max())

@@ -284,11 +284,11 @@ def packing_fault(model: nn.Module, vocab_size: int) -> str:
             handle.remove()
         (reached,) = torch.autograd.grad(packed[1].sum(), embedded[:1])
     except (AttributeError, IndexError, RuntimeError, TypeError, ValueError) as error:
-        return f"it takes no packed rows ({type(error).__name__}: {error})"
+        return f"it does not take packed rows ({type(error).__name__}: {error})"
     if not forward.segments and unlike_masks(base_model(model)):
-        return "its layers attend in chunks, or in windows that they are not given"
+        return "its layers attend in chunks or windows, which packing would ignore"
     if reached[0, : rows.sizes[0]].any():
-        return "rows that share a sequence see one another"
+        return "rows that share a sequence attend to each other"
     off = float((packed.detach() - alone).abs().max())
     exact = next(model.parameters()).dtype in (torch.float32, torch.float64)
     limit = 1e-3 if exact else 0.1

@@ -170,23 +170,23 @@ def find_body(model: nn.Module, inner: PreTrainedModel, vocab_size: int) -> Body
     exact = plain.dtype in (torch.float32, torch.float64)
     limit = (1e-4 if exact else 0.02) * float(plain.abs().max())
     parts = chunks(len(plain), 1, 5)
-    reason = "no module of it holds its input embeddings"
+    reason = "none of its modules has its input embeddings"
     for name in _around_embeddings(model, inner):
         body = Body(name)
         try:
             states = body(model, input_ids=ids, use_cache=False)
             off = max(float((states.at(part) - plain[part]).abs().max()) for part in parts)
         except (AttributeError, IndexError, RuntimeError, TypeError, ValueError) as error:
-            reason = f"{name} cannot be left out ({type(error).__name__}: {error})"
+            reason = f"what follows {name} cannot be skipped ({type(error).__name__}: {error})"
             continue
         if isinstance(states, Logits):
             reason = f"it does not call {name}"
         elif off <= limit:
             return Body(name, plain_output(model, inner, states.values, states.head, plain))
         else:
-            reason = f"what comes after {name} makes logits of some tokens that are {off:.3g} off"
+            reason = f"the head after {name}, applied to some tokens, gives logits {off:.3g} off"
     _log.warning(
-        "%s computes the logits of all tokens of a microbatch at once: %s",
+        "%s computes the logits of all tokens of a microbatch at once, which takes more memory: %s",
         type(inner).__name__,
         reason,
     )

@@ -180,13 +180,13 @@ def _adapted(base: nn.Module) -> dict[str, Any]:
             layers[name] = part
             if part.lora_variant or any(part.lora_bias.values()):
                 kinds = {type(v).__name__ for v in part.lora_variant.values()} or {"lora_bias"}
-                raise _not_merged(name, f"its adapter is more than a sum: {sorted(kinds)}")
+                raise _not_merged(name, f"its adapter is not plain LoRA: {sorted(kinds)}")
         elif isinstance(part, BaseTunerLayer):
-            raise _not_merged(name, f"adapters of the kind {type(part).__module__}.{kind}")
+            raise _not_merged(name, f"its adapter is a {type(part).__module__}.{kind}")
         elif isinstance(part, AuxiliaryTrainingWrapper) and not isinstance(
             part, ModulesToSaveWrapper
         ):
-            raise _not_merged(name, f"what is trained is in a {kind}")
+            raise _not_merged(name, f"its trained weights are in a {kind}")
     return layers
 
 
@@ -198,7 +198,7 @@ def _modules(base: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 def _active(name: str, layer: Any) -> list[str]:
     """The adapters that are to be added to the base weight as it is now."""
     if layer.disable_adapters and layer.merged:
-        raise _not_merged(name, "its adapters are disabled, and merged into the weight")
+        raise _not_merged(name, "its adapters are both disabled and merged into the weight")
     if layer.disable_adapters or layer.merged:
         return []
     own = {*layer.lora_A, *layer.lora_embedding_A}
@@ -208,7 +208,8 @@ def _active(name: str, layer: Any) -> list[str]:
 def _not_merged(name: str, why: str) -> CapabilityError:
     return CapabilityError(
         f"the adapters cannot be merged for an engine: {name}: {why}",
-        fix="use plain LoRA on linear, embedding or convolution layers, or merge_and_unload first",
+        fix="use plain LoRA on linear, embedding or convolution layers, or call merge_and_unload "
+        "before the refit",
     )
 
 

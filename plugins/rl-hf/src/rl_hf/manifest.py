@@ -7,7 +7,7 @@ from rl_core.plugins.manifest import BackendManifest, Capability, EngineRequirem
 __all__ = ["BACKEND"]
 
 _FULL = Capability("full")
-_CUDA = Capability("full", devices=("cuda",), reason="host memory is what the weights sleep in")
+_CUDA = Capability("full", devices=("cuda",), reason="the weights are moved to host memory")
 
 BACKEND = BackendManifest(
     name="hf",

@@ -70,18 +70,18 @@ def load_model(config: Mapping[str, Any], *, for_training: bool) -> PreTrainedMo
     except (OSError, ValueError, KeyError, ImportError, SafetensorError) as error:
         raise ConfigError(
             f"the model {directory} cannot be loaded: {error}",
-            fix="check that the checkpoint is complete, and the values of device_map and "
-            "attn_implementation",
+            fix="check that the checkpoint is complete, and that device_map and "
+            "attn_implementation have values that transformers knows",
             key="model_name",
         ) from error
     # Weights that a checkpoint lacks would be random numbers.
     wrong = sorted([*info["missing_keys"], *(key for key, *_ in info["mismatched_keys"])])
     if wrong:
-        more = f" and {len(wrong) - 5} more" if len(wrong) > 5 else ""
+        more = f", and {len(wrong) - 5} more" if len(wrong) > 5 else ""
         raise ConfigError(
-            f"the checkpoint {name} lacks weights of its architecture, or has them in another "
-            f"shape: {', '.join(wrong[:5])}{more}",
-            fix="save the whole model, with the configuration it was made with",
+            f"the checkpoint {name} lacks weights that its config.json requires, or has them in "
+            f"another shape: {', '.join(wrong[:5])}{more}",
+            fix="save model and configuration again together with save_pretrained",
             key="model_name",
         )
     if "device_map" not in arguments:
@@ -116,12 +116,14 @@ def _device(config: Mapping[str, Any]) -> torch.device:
         device = torch.device(wanted)
     except RuntimeError as error:
         raise ConfigError(
-            f"{wanted!r} is not a device", fix="set device to cpu, cuda or cuda:N", key="device"
+            f"device {wanted!r} does not exist", fix="set it to cpu, cuda or cuda:N", key="device"
         ) from error
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
         raise ConfigError(
-            f"there is no device {wanted}: torch sees {torch.cuda.device_count()} CUDA devices",
-            fix="set device to cpu, or install a build of torch that supports the GPU",
+            f"there is no device {wanted}: the number of CUDA devices that torch sees is "
+            f"{torch.cuda.device_count()}",
+            fix="set device to one that torch sees, or to cpu; or install a build of torch that "
+            "supports the GPU",
             key="device",
         )
     return device
@@ -152,7 +154,7 @@ def _quantisation(
         )
     if for_training:
         raise ConfigError(
-            f"{key}: quantised weights are not trained and not refit",
+            f"{key}: a policy with quantised weights can be neither trained nor refit from",
             fix=f"remove {key} from the policy; lora and bfloat16 save memory",
             key=key,
         )

@@ -204,7 +204,7 @@ class HuggingFacePolicy(PolicyBackend):
         """
         if self._labels is not None and not self._closed:
             raise CapabilityError(
-                f"{self.config['model_name']} is a sequence classifier: {method} needs a "
+                f"{self.config['model_name']} is a sequence classifier, but {method} needs a "
                 "language model",
                 fix="load a causal language model, or call score",
             )
@@ -267,7 +267,7 @@ class HuggingFacePolicy(PolicyBackend):
         if self._labels != 1:
             found = "no scoring head" if self._labels is None else f"{self._labels} labels"
             raise CapabilityError(
-                f"{self.config['model_name']} has {found}, a reward model has one label",
+                f"{self.config['model_name']} has {found}, but a reward model has one label",
                 fix="load a sequence classification checkpoint with num_labels=1",
             )
         self._placement.model_to_device()
@@ -360,7 +360,7 @@ def _packs(model: nn.Module, config: Mapping[str, Any], vocab_size: int) -> bool
     name = type(base_model(model)).__name__
     if fault and asked:
         raise CapabilityError(
-            f"{name} cannot pack: {fault}",
+            f"{name} does not support sequence_packing: {fault}",
             fix="leave sequence_packing out; dynamic_batching works with every model",
         )
     if fault:

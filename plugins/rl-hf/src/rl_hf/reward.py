@@ -26,7 +26,7 @@ def reward_scores(model: Any, rows: Sequences) -> torch.Tensor:
     head = getattr(model, "score", None)
     if head is None:
         raise CapabilityError(
-            f"{type(model).__name__} does not score by its last token",
+            f"{type(model).__name__} has no head named 'score', so it does not score rows",
             fix="use a classifier of a decoder-only architecture",
         )
     body = getattr(model, model.base_model_prefix)

@@ -115,7 +115,7 @@ def _read_tensors(file: Path) -> dict[str, torch.Tensor]:
             return {name: tensors.get_tensor(name) for name in tensors.keys()}  # noqa: SIM118
     except (OSError, SafetensorError) as error:
         raise CheckpointError(
-            f"{file} cannot be read: {error}", fix="use another checkpoint", file=str(file)
+            f"{file} cannot be read: {error}", fix="load another checkpoint", file=str(file)
         ) from error
 
 

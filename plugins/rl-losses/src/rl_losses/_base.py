@@ -59,8 +59,8 @@ class ConfiguredLoss(LossFunction):
         """Checks the options, before there is a loss."""
         if args:
             raise ConfigError(
-                f"{cls.__name__}: options are keywords, got {args[0]!r}",
-                fix=f"{cls.__name__}.from_config(mapping) takes them from a mapping",
+                f"{cls.__name__} takes its options as keywords, got {args[0]!r}",
+                fix=f"write {cls.__name__}(name=value), or {cls.__name__}.from_config(mapping)",
             )
         check_config(_options_of(cls), options, what=cls.__name__)
         return super().__new__(cls)
@@ -178,9 +178,9 @@ def check_logprobs(
     if shifted.any():
         row = int(shifted.nonzero()[0, 0])
         raise DataError(
-            f"{needed_by}: '{key}' is {first[row].item():g} at row {row}, position 0, which "
-            "nothing predicts: the log-probs were rolled by one",
-            fix="entry t scores token t, as get_logprobs returns it: undo the shift with "
+            f"{needed_by}: '{key}' is {first[row].item():g} at row {row}, position 0, which no "
+            "token precedes: the log-probs are shifted by one",
+            fix="entry t must score token t, as get_logprobs returns it: undo the shift with "
             f"data['{key}'].roll(1, dims=1), and set entry 0 to 0",
             key=key,
             row=row,
@@ -190,9 +190,9 @@ def check_logprobs(
         row, position = wrong.nonzero()[0].tolist()
         raise DataError(
             f"{needed_by}: '{key}' is {values[row, position].item()} at row {row}, position "
-            f"{position}: a token that was sampled has a probability",
-            fix="find out why the engine or the model gave it none (such as truncation that "
-            "differs), or mask the token with 'token_mask'",
+            f"{position}, but a sampled token has a finite log-prob",
+            fix="compare the sampling options of the engine with the policy's (a token outside of "
+            "top_k or top_p has none), or mask the token with 'token_mask'",
             key=key,
             row=row,
         )

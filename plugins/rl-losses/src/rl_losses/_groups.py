@@ -95,8 +95,8 @@ class Groups:
             row = int(wrong.nonzero()[0, 0])
             raise DataError(
                 f"{caller}: the reward of row {row} is {values[row].tolist()}",
-                fix="mask the row with 'sample_mask', correct the reward function, or leave rows "
-                "of NaN out with ignore_nan=True",
+                fix="mask the row with 'sample_mask', correct the reward function, or skip rows of "
+                "NaN with ignore_nan=True",
                 key="rewards",
                 row=row,
             )
@@ -137,7 +137,8 @@ def read_rows(key: str, given: object, rewards: torch.Tensor, caller: str) -> to
     values = _tensor(key, given, caller)
     if values.shape != rewards.shape[:1]:
         raise DataError(
-            f"{caller}: '{key}' has shape {list(values.shape)}, 'rewards' {list(rewards.shape)}",
+            f"{caller}: '{key}' has shape {list(values.shape)}, but 'rewards' has shape "
+            f"{list(rewards.shape)}",
             fix="give one entry for each row of rewards",
             key=key,
         )
@@ -162,13 +163,15 @@ def _group_numbers(
     if (group_size is None) == (prompt_ids is None):
         raise ConfigError(
             f"{caller} needs one of 'group_size' and 'prompt_ids'",
-            fix="give 'group_size' for neighbouring groups of equal size, else 'prompt_ids'",
+            fix="give 'group_size' if the rows of a group are neighbours and groups have one size, "
+            "else 'prompt_ids'",
             key="group_size",
         )
     if prompt_ids is not None:
         if prompt_ids.dim() == 0 or prompt_ids.shape[0] != rows:
             raise DataError(
-                f"{caller}: 'prompt_ids' has shape {list(prompt_ids.shape)}, {rows} rewards",
+                f"{caller}: 'prompt_ids' has shape {list(prompt_ids.shape)}, but the number of "
+                f"rewards is {rows}",
                 fix="give one prompt for each reward",
                 key="prompt_ids",
             )
@@ -179,8 +182,9 @@ def _group_numbers(
     assert group_size is not None
     if group_size < 1 or rows % group_size:
         raise DataError(
-            f"{caller}: {rows} rewards do not fill groups of {group_size}",
-            fix="give 'prompt_ids' if groups differ in size",
+            f"{caller}: the number of rewards, {rows}, is not a multiple of the group size "
+            f"{group_size}",
+            fix="give complete groups, or 'prompt_ids' if groups differ in size",
             key="rewards",
         )
     return torch.arange(rows) // group_size

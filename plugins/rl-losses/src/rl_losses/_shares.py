@@ -178,8 +178,9 @@ def _read_mask(
     if wrong.any():
         place = wrong.nonzero()[0].tolist()
         raise DataError(
-            f"{needed_by}: '{key}' is {values[tuple(place)].item()} at {place}; masks are 0 or 1",
-            fix="put weights into the advantages, and leave the masks 0 or 1",
+            f"{needed_by}: '{key}' is {values[tuple(place)].item()} at {place}, but masks are 0 or "
+            "1",
+            fix="use masks of 0 and 1; multiply weights into the advantages",
             key=key,
             row=place[0],
         )

@@ -220,7 +220,8 @@ def gdpo_advantages(
     factors = [1.0] * len(components) if weights is None else weights
     if len(factors) != len(components):
         raise DataError(
-            f"gdpo_advantages: {len(factors)} weights for {len(components)} rewards of a row",
+            f"gdpo_advantages: 'weights' has {len(factors)} entries, but each row has "
+            f"{len(components)} rewards",
             fix="give one weight for each component",
             key="weights",
         )

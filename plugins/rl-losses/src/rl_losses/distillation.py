@@ -135,8 +135,8 @@ class TopkKLLossFn(ConfiguredLoss):
         """Refuses ``[n, K]`` logits and indices that are not those of a distribution."""
         if logits.shape != indices.shape:
             raise DataError(
-                f"TopkKLLossFn: the teacher has {logits.shape[1]} logits and {indices.shape[1]} "
-                "indices at a position",
+                f"TopkKLLossFn: 'teacher_topk_logits' has {logits.shape[1]} entries at a position, "
+                f"'teacher_topk_indices' has {indices.shape[1]}",
                 fix="take both from one call: teacher.get_topk_logits(data, k)",
                 key="teacher_topk_indices",
             )
@@ -151,7 +151,7 @@ class TopkKLLossFn(ConfiguredLoss):
             row, position = chosen.nonzero()[outside][0].tolist()
             raise DataError(
                 f"TopkKLLossFn: 'teacher_topk_indices' at row {row}, position {position} names a "
-                f"token outside of the policy's {vocabulary}",
+                f"token outside of the policy's vocabulary of {vocabulary}",
                 fix="use a teacher with the policy's vocabulary, or map its token ids",
                 key="teacher_topk_indices",
                 row=row,
@@ -165,9 +165,9 @@ class TopkKLLossFn(ConfiguredLoss):
             row, position = chosen.nonzero()[wrong][0].tolist()
             raise DataError(
                 f"TopkKLLossFn: 'teacher_topk_logits' at row {row}, position {position} are "
-                f"{logits[wrong][0].tolist()}: no distribution that direction={self.direction!r} "
-                "can follow",
-                fix="find out why the teacher gave them, or mask the token with 'token_mask'",
+                f"{logits[wrong][0].tolist()}, which are not a distribution for "
+                f"direction={self.direction!r}",
+                fix="correct the teacher's logits, or mask the token with 'token_mask'",
                 key="teacher_topk_logits",
                 row=row,
             )
@@ -191,14 +191,14 @@ def _read_teacher(data: BatchedDataDict[Any], key: str, chosen: torch.Tensor) ->
     values = read_tensor(data, key, [(rows, -1, -1)], needed_by="TopkKLLossFn").to(chosen.device)
     if not values.shape[2]:
         raise DataError(
-            f"TopkKLLossFn: '{key}' has no candidates (K is 0): there is nothing to learn",
-            fix="ask the teacher for at least one: teacher.get_topk_logits(data, k)",
+            f"TopkKLLossFn: '{key}' has no entries (k is 0)",
+            fix="use k >= 1: teacher.get_topk_logits(data, k)",
             key=key,
         )
     if values.shape[1] < width:
         raise DataError(
-            f"TopkKLLossFn: '{key}' covers {values.shape[1]} positions, {width} predict a token",
-            fix="take the teacher's top-k logits of the very sequences that are trained on",
+            f"TopkKLLossFn: '{key}' has {values.shape[1]} positions, expected {width}",
+            fix="call teacher.get_topk_logits with the batch that is trained on",
             key=key,
         )
     return values[:, :width][chosen]

@@ -121,8 +121,9 @@ class DPOLossFn(ConfiguredLoss):
         )
         if len(inputs) % 2:
             raise DataError(
-                f"DPOLossFn: {len(inputs)} rows do not make pairs of chosen and rejected",
-                fix="keep pairs together: neighbouring rows, and batch sizes that are even",
+                f"DPOLossFn needs pairs of a chosen and a rejected row, but the number of rows is "
+                f"{len(inputs)}",
+                fix="put the rows of a pair next to each other, and use batch sizes that are even",
                 rows=len(inputs),
             )
         valid = shares.rows[0::2]

@@ -265,7 +265,7 @@ class GRPOLossFn(ConfiguredLoss):
         if self.rejection and (self.rejection_max, self.rejection_min) == (math.inf, None):
             raise ConfigError(
                 "GRPOLossFn: 'rejection' needs bounds",
-                fix="set 'rejection_max', and 'rejection_min' if it is not to follow from it",
+                fix="set 'rejection_max'; 'rejection_min' follows from it unless you set it",
                 key="rejection_max",
             )
         bounds = [
@@ -276,7 +276,7 @@ class GRPOLossFn(ConfiguredLoss):
             least, most = getattr(self, low) or 0.0, getattr(self, high)
             if most is not None and least >= most:
                 raise ConfigError(
-                    f"GRPOLossFn: {low!r} is {least:g}, {high!r} {most:g}",
+                    f"GRPOLossFn: {low!r} is {least:g}, but {high!r} is {most:g}",
                     fix=f"set {low!r} below {high!r}",
                     key=low,
                 )
@@ -493,9 +493,9 @@ def _without_impossible(shares: Shares, data: BatchedDataDict[Any]) -> Shares:
     if not impossible.any():
         return shares
     warnings.warn(
-        f"GRPOLossFn: '{key}' is -inf at tokens that were sampled: they are left out of the loss, "
-        "and counted in the metric impossible_fraction. Find out why the engine gives them no "
-        "probability (such as truncation that differs, or log-probs rounded to float16).",
+        f"GRPOLossFn: '{key}' is -inf at sampled tokens: they are left out of the loss, and the "
+        "metric impossible_fraction counts them. Compare the sampling options of the engine with "
+        "the policy's (top_k and top_p), and the dtypes: float16 rounds such log-probs to -inf.",
         LoopWarning,
         stacklevel=3,
     )

@@ -89,9 +89,9 @@ class Architecture:
         kind = family or settings.get("model_type", "")
         if kind not in FAMILIES:
             raise ConfigError(
-                f"{name} has the architecture {kind!r}; mapped are {', '.join(FAMILIES)}",
-                fix="use another policy backend; or set architecture to a supported one with "
-                "the same layout and tensor names",
+                f"{name} has the architecture {kind!r}; rl-megatron supports {', '.join(FAMILIES)}",
+                fix="use another policy backend; or set architecture to a supported one that has "
+                "the same layers and tensor names",
                 key="architecture" if family else "model_name",
             )
         class_name, head_norm = FAMILIES[kind]
@@ -102,26 +102,26 @@ class Architecture:
         kinds = set(getattr(config, "layer_types", None) or ())
         windows = kinds - {"full_attention"} if kinds else getattr(config, "sliding_window", None)
         unable = [
-            (attention != mlp, "biases of attention without those of the MLP, or the reverse"),
+            (attention != mlp, "biases in attention but not in the MLP, or the reverse"),
             (config.hidden_act != "silu", f"the activation {config.hidden_act}"),
             (windows, "layers with a sliding window"),
             (_rope(config)["rope_type"] not in _ROPES, f"{_rope(config)['rope_type']} positions"),
             (
                 (_rope(config).get("partial_rotary_factor") or 1.0) != 1.0,
-                "positions in a part of each head",
+                "rotary positions in only a part of each head",
             ),
             (
                 bool(experts) and (bool(config.mlp_only_layers) or config.decoder_sparse_step != 1),
-                "layers with experts beside layers without",
+                "both layers with experts and layers without",
             ),
             (
                 bool(experts) and config.num_experts_per_tok == 1 and config.norm_topk_prob,
-                "one expert for each token, whose normalised weight is always 1",
+                "one expert for each token with normalised weights, which are always 1",
             ),
         ]
         if missing := [what for found, what in unable if found]:
             raise CapabilityError(
-                f"{name} has {'; '.join(missing)}, which rl-megatron does not build",
+                f"{name} has {'; '.join(missing)}: rl-megatron does not support this",
                 fix="use another policy backend for this model",
                 key="model_name",
             )

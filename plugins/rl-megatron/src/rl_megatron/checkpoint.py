@@ -251,7 +251,7 @@ def _stored(directory: Path) -> _Stored:
                 boxes.append((file, key, [(int(first), int(after)) for first, after in box]))
         except (SafetensorError, KeyError, TypeError, ValueError) as error:
             raise CheckpointError(
-                f"{path} cannot be read: {error}", fix="use another checkpoint", file=str(path)
+                f"{path} cannot be read: {error}", fix="load another checkpoint", file=str(path)
             ) from error
     return found
 
@@ -260,10 +260,10 @@ def _assembled(name: str, piece: Piece, stored: _Stored) -> torch.Tensor:
     """The box of a piece, from all stored boxes that meet it."""
     shape, boxes = stored.get(name, ((), []))
     if shape != piece.shape:
-        found = f"is {list(shape)}" if boxes else "is missing"
+        found = f"has shape {list(shape)}" if boxes else "is missing"
         raise CheckpointError(
-            f"{name} {found} in the checkpoint, the model has {list(piece.shape)}",
-            fix="build the policy from the model the checkpoint was made with",
+            f"{name} {found} in the checkpoint, but the model has {list(piece.shape)}",
+            fix="build the policy from the model that the checkpoint was saved from",
             names=[name],
         )
     result, left = torch.empty(piece.sizes), prod(piece.sizes)
@@ -276,7 +276,8 @@ def _assembled(name: str, piece: Piece, stored: _Stored) -> torch.Tensor:
             left -= result[here].numel()
     if left:
         raise CheckpointError(
-            f"{left} elements of {name} are in no file of the checkpoint, or in several",
+            f"the files of the checkpoint do not have every element of {name} exactly once "
+            f"(difference: {left})",
             fix="copy the whole checkpoint, with the files of all ranks",
             names=[name],
         )

@@ -13,7 +13,7 @@ Size = Annotated[int, Range(ge=1)]
 
 
 _ATTENTION = Unsupported(
-    why="attention is always torch's fused kernel, which takes what is fastest on the device",
+    why="rl-megatron always uses torch's fused attention, which chooses the fastest kernel",
     fix="remove 'use_flash_attention'",
 )
 

@@ -9,7 +9,7 @@ from rl_core.plugins.manifest import BackendManifest, Capability, EngineRequirem
 __all__ = ["BACKEND", "TINY"]
 
 _FULL = Capability("full")
-_CUDA = Capability("full", devices=("cuda",), reason="host memory is what the weights sleep in")
+_CUDA = Capability("full", devices=("cuda",), reason="the weights are moved to host memory")
 
 BACKEND = BackendManifest(
     name="megatron",
@@ -22,7 +22,7 @@ BACKEND = BackendManifest(
             "offload": _CUDA,
             "policy_generate": _FULL,
             "fp8_kv_scales": _FULL,
-            "score": Capability("unsupported", reason="it has no reward models"),
+            "score": Capability("unsupported", reason="rl-megatron has no reward models"),
             "collective": _FULL,
             "sharded": _FULL,
         },

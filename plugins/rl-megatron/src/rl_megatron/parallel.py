@@ -57,16 +57,18 @@ class ParallelState:
                     )
             if dist.get_world_size() != sizes.world:
                 raise ConfigError(
-                    f"torch.distributed of this process has {dist.get_world_size()} ranks, the "
-                    f"policy needs {sizes.world}",
-                    fix="let the policy initialise torch.distributed, or start as many ranks",
+                    f"torch.distributed was initialised with world size {dist.get_world_size()}, "
+                    f"but the policy needs {sizes.world}",
+                    fix="let the policy initialise torch.distributed, or start "
+                    f"{sizes.world} ranks",
                     key="tensor_model_parallel_size",
                 )
             if parallel_state.is_initialized():
                 raise ConfigError(
-                    "megatron-core has process groups in this process already, and no policy "
-                    "made them",
-                    fix="build the policy before them, or in workers of a cluster",
+                    "other code has already initialised megatron-core's process groups in this "
+                    "process",
+                    fix="build the policy first, or in workers: create_policy(config, "
+                    "LocalCluster(n))",
                     key="tensor_model_parallel_size",
                 )
             self.here = sizes.coordinates(dist.get_rank())
@@ -102,9 +104,10 @@ class ParallelState:
             cls._alive = cls(sizes, worker, timeout_s)
         if cls._alive.sizes != sizes:
             raise ConfigError(
-                f"another policy of this process is spread as {cls._alive.sizes}, this one as "
-                f"{sizes}: megatron-core keeps one set of ranks for a process",
-                fix="shut the other one down, or build one of them in workers of a cluster",
+                f"another policy of this process has {cls._alive.sizes}, this one has {sizes}: "
+                "megatron-core allows one parallel layout in a process",
+                fix="shut the other one down, or build one in workers: create_policy(config, "
+                "LocalCluster(n))",
                 key="tensor_model_parallel_size",
             )
         cls._alive.users += 1

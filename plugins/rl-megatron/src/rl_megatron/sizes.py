@@ -54,9 +54,10 @@ class Sizes:
         expert = config.get("expert_model_parallel_size", 1)
         if (context := config.get("context_parallel_size", 1)) != 1:
             raise CapabilityError(
-                f"context_parallel_size is {context}: sequences are not split over ranks yet",
-                fix="set it to 1; tensor_model_parallel_size with sequence_parallel saves "
-                "activation memory, too",
+                f"context_parallel_size is {context}, but rl-megatron does not split sequences "
+                "over ranks yet",
+                fix="set it to 1; tensor_model_parallel_size with sequence_parallel also saves "
+                "activation memory",
                 key="context_parallel_size",
             )
         if world % (tensor * pipeline):
@@ -86,27 +87,27 @@ class Sizes:
                 )
         if expert > 1 and not architecture.experts:
             raise ConfigError(
-                f"expert_model_parallel_size is {expert}, and the model has no experts",
+                f"expert_model_parallel_size is {expert}, but the model has no experts",
                 fix="leave it out",
                 key="expert_model_parallel_size",
             )
         if data % expert:
             raise ConfigError(
-                f"expert_model_parallel_size is {expert}, which does not divide the {data} "
-                f"data-parallel ranks that {world} ranks make",
+                f"expert_model_parallel_size is {expert}, which does not divide the data-parallel "
+                f"size {data} (world size {world})",
                 fix=f"set it to a divisor of {data}, or start more workers",
                 key="expert_model_parallel_size",
             )
         if config.get("sequence_parallel") and tensor == 1:
             raise ConfigError(
-                "sequence_parallel needs tensor-parallel ranks, and there is one",
-                fix="set tensor_model_parallel_size, or leave sequence_parallel out",
+                "sequence_parallel is set, but tensor_model_parallel_size is 1",
+                fix="set tensor_model_parallel_size to 2 or more, or leave sequence_parallel out",
                 key="sequence_parallel",
             )
         if architecture.experts and tensor > 1 and not config.get("sequence_parallel"):
             raise ConfigError(
-                "megatron-core trains experts over tensor-parallel ranks with sequence_parallel "
-                "alone",
+                "megatron-core trains experts with tensor parallelism only if sequence_parallel is "
+                "set",
                 fix="set sequence_parallel=True",
                 key="sequence_parallel",
             )

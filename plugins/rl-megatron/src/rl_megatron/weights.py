@@ -67,9 +67,10 @@ def owned_pieces(table: Table, at: Coordinates, model: nn.Module) -> list[Owned]
         name = next((name for name in piece.parameter if name in parameters), None)
         if name is None:
             raise ConfigError(
-                f"megatron-core's model has none of the parameters {piece.parameter}, which "
-                f"hold {piece.name}",
-                fix="use a megatron-core in the range that rl-megatron supports",
+                f"megatron-core's model has no parameter for {piece.name}: expected one of "
+                f"{', '.join(piece.parameter)}",
+                fix="install a version of megatron-core that rl-megatron supports: "
+                "`rl backends info megatron` shows them",
                 key="model_name",
             )
         used.add(name)
@@ -79,7 +80,8 @@ def owned_pieces(table: Table, at: Coordinates, model: nn.Module) -> list[Owned]
         raise ConfigError(
             f"megatron-core's model has parameters that no tensor of the checkpoint fills: "
             f"{', '.join(left[:_LISTED])}",
-            fix="use a megatron-core in the range that rl-megatron supports",
+            fix="install a version of megatron-core that rl-megatron supports: `rl backends info "
+            "megatron` shows them",
             key="model_name",
         )
     return found
@@ -141,7 +143,7 @@ class CheckpointFiles:
             raise ConfigError(
                 f"the checkpoint {self.directory} does not fit its config.json: "
                 f"{'; '.join(wrong[:_LISTED])}{more}",
-                fix="save the whole model, with the configuration it was made with",
+                fix="save model and configuration again together with save_pretrained",
                 key="model_name",
             )
         return table

@@ -25,7 +25,7 @@ class Translation:
 
     def __str__(self) -> str:
         lines = [f"  {key}: {value!r}" for key, value in self.dropped.items()]
-        return "\n".join(["these keys have no meaning here:", *lines]) if lines else "all is taken"
+        return "\n".join(["these keys are ignored:", *lines]) if lines else "all keys are used"
 
 
 def _lora(given: Mapping[str, Any]) -> dict[str, Any] | None:
@@ -44,7 +44,7 @@ def _optimizer(given: Mapping[str, Any]) -> dict[str, Any]:
     name = str(given.get("name", "AdamW")).rpartition(".")[2]
     if name.lower() not in ("adamw", "adam"):
         raise ConfigError(
-            f"the optimizer {given['name']} is not offered here", fix="use AdamW", key="optimizer"
+            f"the optimizer {given['name']!r} is not supported", fix="use AdamW", key="optimizer"
         )
     known = ("lr", "weight_decay", "betas", "eps")
     kwargs = given.get("kwargs") or {}
@@ -178,7 +178,7 @@ def policy_config(given: Mapping[str, Any], **more: Any) -> Translation:
     chosen = [section for section in _TRAINERS if (given.get(section) or {}).get("enabled")]
     if len(chosen) != 1:
         raise ConfigError(
-            f"of {sorted(_TRAINERS)} exactly one must be enabled, not {len(chosen)}",
+            f"exactly one of {', '.join(sorted(_TRAINERS))} must be enabled, not {len(chosen)}",
             fix="enable dtensor_cfg for rl-hf, or megatron_cfg for rl-megatron",
             key="policy",
         )

@@ -43,8 +43,8 @@ def wrap_loss(loss_fn: Any, *, group_size: int = 1) -> LossFunction:
     }
     if wanted not in wrappers:
         raise ConfigError(
-            f"{type(loss_fn).__name__} wants {wanted!r}, which no policy here computes",
-            fix=f"use a loss on one of {sorted(wrappers)}",
+            f"{type(loss_fn).__name__} has input_type {wanted!r}, which no policy computes",
+            fix=f"use a loss with an input_type of {', '.join(sorted(wrappers))}",
             key="input_type",
         )
     return wrappers[wanted](loss_fn, group_size)

@@ -132,6 +132,6 @@ class _Elsewhere:
     def sync_weights(self, **_: Any) -> dict[str, float]:
         """Raises LifecycleError."""
         raise LifecycleError(
-            "this engine was sent to another process, which has no trainer to refit it from",
-            fix="call sync_weights where connect was called",
+            "this copy of the engine is in a process that has no trainer to refit it from",
+            fix="call sync_weights in the process in which connect was called",
         )

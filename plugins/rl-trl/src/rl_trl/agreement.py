@@ -58,12 +58,12 @@ def check_agreement(
         output["weights_version"][0],
     )
     raise DisagreementError(
-        f"step {step}: the log-probs of the engine (weights of version {version}) and of the "
-        f"trainer's model are apart by a factor of {ratio:.4g} in the mean, which is to be below "
-        f"{threshold:g}; most in row {row}, by {float(means[row]):.4g} nats for each of its "
-        f"{len(apart[row])} tokens",
-        fix="look for what the two compute differently, such as a dtype, an attention kernel or a "
-        "quantised cache; a larger threshold accepts it",
+        f"step {step}: the probabilities of the engine (weights version {version}) and of the "
+        f"trainer's model differ by a factor of {ratio:.4g} on average, and the threshold is "
+        f"{threshold:g}; they differ most in row {row}, by {float(means[row]):.4g} nats per token "
+        f"(tokens: {len(apart[row])})",
+        fix="find what the two compute differently, such as a dtype, an attention kernel or a "
+        "quantised cache; or raise the threshold to accept the difference",
         step=step,
         row=row,
         difference=float(means[row]),

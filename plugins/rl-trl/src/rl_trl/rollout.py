@@ -93,7 +93,7 @@ class Rollout:
         if isinstance(sent[0], str):
             raise RemoteError(
                 f"the rollout failed in the main process: {sent[0]}",
-                fix="look at that process; the others were only waiting for it",
+                fix="correct the error of the main process; this process only waited for it",
             )
         columns, sampling = sent[0]
         begin = sum(len(part) for part in parts[: trainer.accelerator.process_index])
@@ -107,8 +107,8 @@ class Rollout:
         generation = cast("Any", self._generation)
         if generation is None:
             raise ConfigError(
-                "the main process has no engine",
-                fix="pass rl_trl.rollout an engine there, and None in the other processes",
+                "rl_trl.rollout got no engine in the main process",
+                fix="pass it an engine there, and None in the other processes",
                 key="generation",
             )
         check_settings(trainer, generation)
@@ -128,9 +128,9 @@ class Rollout:
         if not output["generation_lengths"].all():
             row = int(output["generation_lengths"].argmin())
             raise DataError(
-                f"row {row}: its prompt of {len(rows[row])} tokens leaves no room for a completion "
-                "in the engine's context",
-                fix="leave longer prompts out of the data, or raise the engine's max_model_len",
+                f"row {row}: the prompt has {len(rows[row])} tokens, which leaves no room for a "
+                "completion in the engine's context",
+                fix="remove such prompts from the data, or raise the engine's max_model_len",
                 row=row,
             )
         ends = output["unpadded_sequence_lengths"].tolist()

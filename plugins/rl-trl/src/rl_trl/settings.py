@@ -19,9 +19,9 @@ def check_trl() -> None:
     tried = next(each.specifier for each in required if each.name == "trl")
     if not tried.contains(installed, prereleases=True):
         raise CapabilityError(
-            f"rl-trl was tried with trl {tried}, and {installed} is installed: TRL may change what "
-            "it asks of a rollout_func with any release",
-            fix=f'pip install "trl{tried}"; or take an rl-trl that was tried with {installed}',
+            f"rl-trl supports trl {tried}, but {installed} is installed, and TRL may change how it "
+            "calls a rollout_func in any release",
+            fix=f'pip install "trl{tried}", or install an rl-trl that supports trl {installed}',
             installed=installed,
         )
 
@@ -33,17 +33,17 @@ def check_trainer(trainer: Any) -> None:
         trainer: A ``trl.GRPOTrainer``.
     """
     refused = {
-        "use_vllm=True: TRL then has an engine of its own": trainer.use_vllm,
+        "use_vllm=True: TRL then starts its own engine": trainer.use_vllm,
         "tools or an environment: TRL generates all turns but the first itself": trainer.tools,
-        "a model of images: prompts are token ids here": trainer._is_vlm,
+        "a vision-language model: only prompts of text are supported": trainer._is_vlm,
         "FSDP: no process has all weights": trainer.is_fsdp_enabled,
-        "DeepSpeed: no process may have all weights": trainer.is_deepspeed_enabled,
+        "DeepSpeed: a process may not have all weights": trainer.is_deepspeed_enabled,
     }
     for what, asked in refused.items():
         if asked:
             raise CapabilityError(
-                f"rl_trl.rollout does not serve a {type(trainer).__name__} with {what}",
-                fix="leave that out, or leave rollout_func out",
+                f"rl_trl.rollout does not support a {type(trainer).__name__} with {what}",
+                fix=f"train without {what.split(':')[0]}, or without rollout_func",
             )
 
 
@@ -72,7 +72,7 @@ def check_settings(trainer: Any, generation: Any) -> None:
         ("max_completion_length", args.max_completion_length, "max_new_tokens", most),
         ("generation_kwargs", args.generation_kwargs or {}, "generation_kwargs", {}),
         ("do_sample", True, "do_sample", not engine.greedy),
-        ("rows per prompt, which it repeats itself,", 1, "num_generations", engine.num_generations),
+        ("prompts repeated already, rows for each", 1, "num_generations", engine.num_generations),
         ("eos_token_ids", stops[0], "stop_token_ids", stops[1]),
         ("stop_strings", [], "stop_strings", stop_strings),
     ]  # fmt: skip
@@ -85,13 +85,12 @@ def check_settings(trainer: Any, generation: Any) -> None:
         raise ConfigError(
             "trainer and engine would sample differently: "
             + "; ".join(text for text, _ in different),
-            fix="give both the same values, in GRPOConfig and in create_generation; what one of "
-            "them does not have is left out of the other",
+            fix="set the same values in GRPOConfig and in the configuration of the engine; leave "
+            "out an option that only one of them has",
             key=different[0][1],
         )
     if penalty != 1.0:
         raise CapabilityError(
-            f"trainer and engine have repetition_penalty {penalty:g}, which "
-            "GRPO's loss knows nothing of",
+            f"trainer and engine have repetition_penalty {penalty:g}, which GRPO's loss ignores",
             fix="set repetition_penalty to 1 in both",
         )
