@@ -102,7 +102,7 @@ def test_release_that_was_not_tested_is_refused(
 @pytest.mark.parametrize(
     ("where", "what", "said"),
     [
-        ("server_info", {"version": None}, "which SGLang it is"),
+        ("server_info", {"version": None}, "its version of SGLang"),
         ("server_info", {"max_req_input_len": "many"}, "max_req_input_len"),
         ("model_info", {"model_path": None}, "model_path"),
     ],
@@ -222,7 +222,7 @@ def test_token_at_which_nobody_should_end_fails_the_row(
     connect: Any, fake: FakeSglangServer
 ) -> None:
     fake._config["eos_token_id"] = tokens([5], 4)[-1]
-    with pytest.raises(PluginError, match="at which none is to end"):
+    with pytest.raises(PluginError, match="is not a stop token of this call"):
         connect(max_new_tokens=20).generate(prompts([5]))
 
 

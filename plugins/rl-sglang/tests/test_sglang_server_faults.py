@@ -101,12 +101,12 @@ def test_generating_before_prepare_and_after_shutdown_is_refused(
     [
         ("500", PluginError, "500"),
         ("refuse", PluginError, "too long"),
-        ("nonsense", PluginError, "no answer of SGLang"),
+        ("nonsense", PluginError, "as SGLang never does"),
         ("no event", PluginError, "no part of a row"),
         ("hang up", WorkerDiedError, "is gone"),
         ("nan", PluginError, "not finite"),
         ("short", PluginError, "1 tokens? and|tokens and"),
-        ("abort", PluginError, "gave a row up"),
+        ("abort", PluginError, "aborted a row"),
     ],
 )
 def test_fault_is_a_typed_error_and_the_next_call_works(

@@ -81,13 +81,13 @@ EXACT = (
 
 #: What is refused, and what the error says.
 REFUSED = {
-    "apertus": r"keeps it in torch\.bfloat16",
-    "bloom": "not filled",
-    "falcon": "not filled",
-    "gpt2": "not followed",
+    "apertus": r"keeps this tensor in torch\.bfloat16",
+    "bloom": "fills these parameters",
+    "falcon": "fills these parameters",
+    "gpt2": "refits do not support",
     "jamba": "Chunked prefill",
-    "mamba": "not filled",
-    "mamba2": "computes something",
+    "mamba": "fills these parameters",
+    "mamba2": "changes the values",
     "mixtral": "rearranges",
     "mpt": "not supported",
     "qwen2_moe": "rearranges",

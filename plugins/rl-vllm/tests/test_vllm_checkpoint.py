@@ -74,7 +74,7 @@ BROKEN = {
     ),
     "a shard lacks a tensor": (
         lambda path: index(path, nothing="model.safetensors"),
-        r"lacks 1 tensors of the index: \['nothing'\]",
+        r"lacks tensors of the index \(1\): \['nothing'\]",
     ),
     "the index is no index": (
         lambda path: (path / "model.safetensors.index.json").write_text("{}"),

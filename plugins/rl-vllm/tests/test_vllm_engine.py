@@ -71,7 +71,7 @@ def test_rows_come_as_they_finish_and_may_be_left(start):
 
 def test_a_model_that_vllm_loads_and_cannot_compute_is_refused_when_it_is_built(start, tiny):
     path = str(tiny("llama", hidden_size=64))  # heads of 16
-    with pytest.raises(ConfigError, match=r"loads .* and cannot compute with it") as raised:
+    with pytest.raises(ConfigError, match=r"loaded .*, but cannot compute with it") as raised:
         start(model_name=path)
     assert "sizes" in raised.value.fix
 

@@ -46,7 +46,8 @@ class _Absent:
 
     def __call__(self, *_: Any, **__: Any) -> Any:
         raise NotImplementedError(
-            f"{self._name} has no build for CPUs; rl-sglang replaces only what text models need"
+            f"SGLang's kernel {self._name} has no build for CPUs, and rl-sglang replaces only the "
+            "kernels of text models"
         )
 
 

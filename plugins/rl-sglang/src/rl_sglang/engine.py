@@ -115,7 +115,7 @@ class SglangEngine(Engine):
         if cache < arguments["context_length"]:
             engine.shutdown()
             raise ConfigError(
-                f"the key/value cache has room for {cache} tokens, and one row of "
+                f"the key/value cache has room for {cache} tokens, but one row of "
                 f"{facts.max_model_len} tokens needs {arguments['context_length']}",
                 fix="raise sglang_cfg.max_total_tokens (or mem_fraction_static), or lower "
                 "max_model_len",
@@ -169,14 +169,14 @@ class SglangEngine(Engine):
             reason = meta["finish_reason"]
             if reason["type"] == "abort":
                 raise PluginError(
-                    f"SGLang gave a row up: {reason.get('message')}",
+                    f"SGLang aborted a row: {reason.get('message')}",
                     fix="look at the end of the engine's log",
                 )
             logprobs = [found[0] for found in meta["output_token_logprobs"]]
             if not all(one is not None and math.isfinite(one) for one in logprobs):
                 raise PluginError(
                     "SGLang returned a log-prob that is not finite",
-                    fix="look at the weights: float16 overflows where bfloat16 and float32 do not",
+                    fix="check the weights for NaN; float16 overflows where bfloat16 does not",
                 )
             # A log-prob of more than 0 is a rounding error.
             logprobs = [min(0.0, one) for one in logprobs]
@@ -217,8 +217,7 @@ class SglangEngine(Engine):
         """Waits for rows that were taken back: until then the schedulers compute."""
         if self._dropped and not self._run(asyncio.wait(set(self._dropped)), _ANSWER_S):
             raise PluginError(
-                f"SGLang still decodes {len(self._dropped)} rows {_ANSWER_S:.0f} s after they were "
-                "aborted",
+                f"SGLang did not abort {len(self._dropped)} row(s) within {_ANSWER_S:.0f} s",
                 fix="look at the end of the engine's log",
             )
 

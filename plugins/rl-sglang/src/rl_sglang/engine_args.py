@@ -106,9 +106,8 @@ REFUSED: dict[str, Reason] = {
         ),
         (
             Reason(
-                "it would make another model of the checkpoint than the trainer has",
-                "set model_name to the directory of the model that is meant, with its own "
-                "config.json and tokenizer",
+                "it would load another model than the trainer has",
+                "set model_name to the directory of that model, with its config.json and tokenizer",
             ),
             """
             allowed_media_domains asr_max_buffer_seconds asr_max_concurrent_sessions
@@ -136,9 +135,9 @@ REFUSED: dict[str, Reason] = {
         ),
         (
             Reason(
-                "it changes what is generated, and log-probs would not be those of the trainer",
-                "leave it out, and set how to sample by the keys beside sglang_cfg (temperature, "
-                "top_p, top_k, ...)",
+                "it changes what is generated, so log-probs would differ from the trainer's",
+                "leave it out; the keys next to sglang_cfg set sampling (temperature, top_p, "
+                "top_k, ...)",
             ),
             """
             constrained_json_disable_any_whitespace constrained_json_max_whitespace_cnt
@@ -173,7 +172,7 @@ REFUSED: dict[str, Reason] = {
             """,
         ),
         (
-            Reason("adapters take no refit", "send merged weights: the trainer does that"),
+            Reason("adapters take no refit", "leave it out: the trainer sends merged weights"),
             """
             enable_lora enable_lora_overlap_loading experts_shared_outer_loras lora_backend
             lora_drain_wait_threshold lora_eviction_policy lora_paths lora_strict_loading
@@ -183,8 +182,8 @@ REFUSED: dict[str, Reason] = {
         ),
         (
             Reason(
-                "keys and values would outlive a refit outside of the engine",
-                "leave it out; SGLang's radix cache is forgotten after each refit",
+                "keys and values outside of the engine would stay valid after a refit",
+                "leave it out; SGLang's radix cache is cleared after each refit",
             ),
             """
             disaggregation_bootstrap_port disaggregation_decode_allocation_policy
@@ -207,7 +206,7 @@ REFUSED: dict[str, Reason] = {
         ),
         (
             Reason(
-                "the only processes of an engine are those of sglang_cfg.tp_size",
+                "rl-sglang supports only sglang_cfg.tp_size",
                 "use that, or replicas on a RayVirtualCluster",
             ),
             """
@@ -226,7 +225,7 @@ REFUSED: dict[str, Reason] = {
         ),
         (
             Reason(
-                "only token ids go in, and token ids and log-probs come out",
+                "rl-sglang uses only token ids and log-probs of SGLang, so it has no effect",
                 "leave it out",
             ),
             """
@@ -255,7 +254,7 @@ REFUSED: dict[str, Reason] = {
             """,
         ),
         (
-            Reason("nobody has seen what a refit does to it", "leave it out"),
+            Reason("it was never tested with refits", "leave it out"),
             """
             boundary_reduction c128_page_size disable_aiter_allreduce_fusion_in_decode
             disable_aiter_allreduce_fusion_in_prefill disable_attn_tp_gather
@@ -311,5 +310,7 @@ def check_engine_args(engine: Mapping[str, Any], device: str) -> None:
         if engine.get(key, only) != only:
             at = f"sglang_cfg.{key}"
             raise ConfigError(
-                f"'{at}' is {engine[key]!r} on the CPU: {why}", fix=f"use {only!r}", key=at
+                f"'{at}' must be {only!r} on the CPU, got {engine[key]!r}: {why}",
+                fix=f"set it to {only!r}, or leave it out",
+                key=at,
             )

@@ -41,14 +41,15 @@ class SglangGeneration(EngineBackend):
         check_engine_args(engine, device)
         if 0 < config.get("temperature", 1.0) < _COLDEST:
             raise ConfigError(
-                f"temperature is {config['temperature']}; below {_COLDEST} SGLang takes the argmax",
+                f"temperature is {config['temperature']}, but below {_COLDEST} SGLang takes the "
+                "argmax",
                 fix="use a higher temperature, or greedy=True",
                 key="temperature",
             )
         if config.get("repetition_penalty", 1.0) != 1.0:
             raise ConfigError(
-                "repetition_penalty is refused: SGLang penalises generated tokens, not the "
-                "prompt, so that the same number has another meaning",
+                "repetition_penalty is refused: SGLang penalises generated tokens but not the "
+                "prompt, so the same number has another effect than in other backends",
                 fix="leave it out, or use another backend",
                 key="repetition_penalty",
             )

@@ -155,8 +155,8 @@ def longest_row(config: Mapping[str, Any], text: Any) -> int:
     asked = config.get("max_model_len")
     if asked is not None and asked > longest:
         raise ConfigError(
-            f"max_model_len is {asked}, and {config['model_name']} has a context of {longest}",
-            fix=f"use at most {longest}",
+            f"max_model_len {asked} is above the context of {config['model_name']}, {longest}",
+            fix=f"set max_model_len to {longest} or less",
             key="max_model_len",
         )
     return longest if asked is None else int(asked)
@@ -228,26 +228,28 @@ def refusal(
     if failure is not None and failure.loading:
         return ConfigError(
             f"SGLang cannot load the weights of {name}: {said}",
-            fix="write config.json and weights again with save_pretrained, so that they are of the "
-            "same model",
+            fix="if config.json and weights are of different models, write both again with "
+            f"save_pretrained; if not, use a model that SGLang {engine_version()} supports",
             key="model_name",
         )
     if "EADDRINUSE" in text:
         return ConfigError(
-            f"a port that SGLang wants for its schedulers is in use: {said}",
-            fix="leave sglang_cfg.engine_args.nccl_port out, or give one that is free",
+            f"a port that SGLang needs for its schedulers is in use: {said}",
+            fix="leave sglang_cfg.engine_args.nccl_port out, or set it to a free port",
             key="sglang_cfg.engine_args.nccl_port",
         )
     if kind in _REFUSALS:
         model = "architecture" in text
         return ConfigError(
-            f"SGLang {engine_version()} refuses {name if model else 'this'}: {said}",
-            fix="use a model that SGLang has"
+            f"SGLang {engine_version()} refuses {'' if model else 'the configuration of '}{name}: "
+            f"{said}",
+            fix="use a model that SGLang supports"
             if model
-            else "change the key of sglang_cfg that it names",
+            else "correct the key of sglang_cfg that the text names; if it names none, use a model "
+            "that SGLang supports",
             key="model_name" if model else "sglang_cfg",
         )
     return PluginError(
         f"SGLang {engine_version()} did not start with {name}: {said}",
-        fix="look at the end of the engine's log; sglang_cfg.verbose shows all of it",
+        fix="look at the end of the engine's log; sglang_cfg.verbose=True shows all of it",
     )

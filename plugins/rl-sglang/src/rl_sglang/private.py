@@ -15,9 +15,9 @@ __all__ = ["PRIVATE", "check_version", "engine_version"]
 #: What is touched, and what for. Seen in 0.5.21 and 0.5.23.
 PRIVATE: dict[str, str] = {
     "srt.entrypoints.engine.Engine.run_scheduler_process_func, ._launch_detokenizer_subprocesses, "
-    "._scheduler_init_result": "our function in its schedulers, nobody who makes text, and how "
-    "large the cache is",
-    "srt.entrypoints.engine.mp": "on the CPU schedulers are forked, which takes a second, not ten",
+    "._scheduler_init_result": "a function of rl-sglang in its schedulers, no detokenizer, and the "
+    "size of the cache",
+    "srt.entrypoints.engine.mp": "on the CPU, schedulers are forked, which is faster",
     "srt.managers.tokenizer_manager.TokenizerManager": "auto_create_handle_loop, abort_request, "
     "rid_to_state, last_receive_tstamp, flush_cache, release_memory_occupation, "
     "resume_memory_occupation",
@@ -26,15 +26,15 @@ PRIVATE: dict[str, str] = {
     "srt.managers.schedule_batch.Req._check_str_based_finish, FINISH_MATCHED_STR": "stop strings",
     "srt.sampling.sampling_batch_info.SamplingBatchInfo": "from_schedule_batch, sampling_seed, "
     "temperatures, top_ks, top_ps, need_top_k_sampling, need_top_p_sampling, is_all_greedy",
-    "srt.layers.sampler.register_sampler_backend, Sampler, multinomial_with_seed": "our sampler",
-    "srt.managers.load_snapshot.shm_path_for": "the file that tells its load goes with the engine",
+    "srt.layers.sampler.register_sampler_backend, Sampler, multinomial_with_seed": "the sampler",
+    "srt.managers.load_snapshot.shm_path_for": "the file of its load, removed with the engine",
     "srt.model_loader.loader._initialize_model, initialize_dummy_weights, DefaultModelLoader"
-    ".load_weights_only, .load_model": "what a model has before there are weights, and what hooks "
-    "make of these",
+    ".load_weights_only, .load_model": "the model before its weights are loaded, and what hooks "
+    "derive from the weights",
     "ModelRunner.model, .model_config, .server_args": "the part of the model in a scheduler",
     "Module.load_weights of a model": "which of its parameters a tensor goes to",
     "VocabParallelEmbedding.org_vocab_size": "rows beyond it are padding",
-    "GemmaRMSNorm.gemma_weight, .refresh_gemma_weight": "weight plus one, made anew after a refit",
+    "GemmaRMSNorm.gemma_weight, .refresh_gemma_weight": "weight plus one, renewed after a refit",
     "RadixAttention.k_scale, .v_scale, .k_scale_float, .v_scale_float": "scales of an FP8 cache",
     "srt.utils.hf_transformers_utils.get_context_length": "the context of a model",
 }

@@ -39,7 +39,8 @@ class EngineWeights(LoadedWeights):
         if self._config.quantization is not None:
             raise CapabilityError(
                 f"an engine quantised with {self._config.quantization} takes no refit",
-                fix=f"use a checkpoint that is not quantised; without refits {WITHOUT_REFITS}",
+                fix="use a checkpoint that is not quantised; to generate without refits, "
+                f"{WITHOUT_REFITS}",
                 capability="refit",
             )
         super().__init__(
@@ -125,10 +126,11 @@ class ModelSink(LoadedSink):
             layer, _, which = name.partition(".")
             number = layer.removeprefix("layer_")
             if not number.isdigit() or int(number) not in layers:
-                raise ConfigError(f"{name} is not a scale of a layer of the model", key=name)
+                text = f"kv_scales has {name!r}, which is not a scale of a layer of the model"
+                raise ConfigError(text, fix='use names such as "layer_0.k_scale"', key=name)
             if which not in ("k_scale", "v_scale"):
                 raise CapabilityError(
-                    f"{name}: SGLang has scales only for keys and values",
+                    f"kv_scales has {name!r}, but SGLang has scales only for keys and values",
                     fix="calibrate without include_q",
                     capability="kv_scales",
                 )
@@ -137,7 +139,7 @@ class ModelSink(LoadedSink):
             if held is None:
                 raise CapabilityError(
                     "the engine has no FP8 key/value cache",
-                    fix='set sglang_cfg.kv_cache_dtype="fp8_e4m3", or refit without kv_scales',
+                    fix='set sglang_cfg.kv_cache_dtype to "fp8_e4m3", or refit without kv_scales',
                     capability="kv_scales",
                 )
             held.fill_(float(scale))

@@ -103,8 +103,8 @@ class Workers:
             return [connection.recv_bytes() for connection in ordered]
         except (EOFError, OSError) as error:
             raise WorkerDiedError(
-                "a scheduler of SGLang ended during a call",
-                fix="look at the end of the engine's log, and build the engine again",
+                "a scheduler of SGLang has ended during a call",
+                fix="look at the end of the engine's log, and build a new backend",
             ) from error
 
     def close(self) -> None:

@@ -86,7 +86,7 @@ def check_packed(model: nn.Module) -> None:
         size = max(1.0, float(ours.abs().max()))
         if not (ours - theirs).abs().max() <= _TOLERANCE.get(weight.dtype, 5e-2) * size:
             raise RefitCorrupted(
-                f"{name}: vLLM computes with other weights than those that were written",
+                f"{name}: the weights with which vLLM computes are not those that the refit wrote",
                 fix="report it to rl-vllm, with the version of vLLM",
                 tensor=name,
             )

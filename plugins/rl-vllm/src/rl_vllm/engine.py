@@ -100,7 +100,7 @@ class VllmEngine(Engine):
             raise ConfigError(
                 f"vLLM {engine_version()} loses requests in a pipeline on the CPU (a KeyError in "
                 "its scheduler)",
-                fix="use tensor_parallel_size",
+                fix="leave vllm_cfg.pipeline_parallel_size out; tensor_parallel_size works",
                 key="vllm_cfg.pipeline_parallel_size",
             )
         try:
@@ -340,22 +340,24 @@ def _refusal(error: Exception, config: Mapping[str, Any]) -> RLError:
     if any("model_loader" in frame.filename for frame in frames):
         return ConfigError(
             f"vLLM cannot load the weights of {name}: {text}",
-            fix="write config.json and weights again with save_pretrained, so that they are of the "
-            "same model",
+            fix="if config.json and weights are of different models, write both again with "
+            f"save_pretrained; if not, use a model that vLLM {engine_version()} supports",
             key="model_name",
         )
     if isinstance(error, ValueError | NotImplementedError):  # also of vLLM's models of settings
         model = "architecture" in text
         return ConfigError(
-            f"vLLM {engine_version()} refuses {name if model else 'this'}: {text}",
-            fix="use a model that vLLM has"
+            f"vLLM {engine_version()} refuses {'' if model else 'the configuration of '}{name}: "
+            f"{text}",
+            fix="use a model that vLLM supports"
             if model
-            else "change the key of vllm_cfg that it names",
+            else "correct the key of vllm_cfg that the text names; if it names none, use a model "
+            "that vLLM supports",
             key="model_name" if model else "vllm_cfg",
         )
     return PluginError(
         f"vLLM {engine_version()} did not start with {name}: {text}",
-        fix="look at the end of the engine's log; vllm_cfg.verbose shows all of it",
+        fix="look at the end of the engine's log; vllm_cfg.verbose=True shows all of it",
     )
 
 
@@ -385,8 +387,8 @@ def _done(output: RequestOutput) -> Completion | FailedRow:
     logprobs = [found[i][token].logprob for i, token in enumerate(ids)]
     if not all(map(math.isfinite, logprobs)):
         error = PluginError(
-            "vLLM gave a row a log-prob that is not finite",
-            fix="look at the weights: float16 overflows where bfloat16 and float32 do not",
+            "vLLM returned a log-prob that is not finite",
+            fix="check the weights for NaN; float16 overflows where bfloat16 does not",
         )
         return FailedRow(key, error)
     # A log-prob of more than 0 is a rounding error.

@@ -86,9 +86,8 @@ REFUSED: dict[str, Reason] = _table(
         ),
         (
             Reason(
-                "it would make another model of the checkpoint than the trainer has",
-                "set model_name to the directory of the model that is meant, with its own "
-                "config.json and tokenizer",
+                "it would load another model than the trainer has",
+                "set model_name to the directory of that model, with its config.json and tokenizer",
             ),
             """
             additional_config code_revision config_format convert engram_config hf_config_path
@@ -99,9 +98,9 @@ REFUSED: dict[str, Reason] = _table(
         ),
         (
             Reason(
-                "it changes what is generated, and log-probs would not be those of the trainer",
-                "leave it out, and set how to sample by the keys beside vllm_cfg (temperature, "
-                "top_p, top_k, ...)",
+                "it changes what is generated, so log-probs would differ from the trainer's",
+                "leave it out; the keys next to vllm_cfg set sampling (temperature, top_p, top_k, "
+                "...)",
             ),
             """
             calculate_kv_scales diffusion_config disable_sliding_window
@@ -113,7 +112,7 @@ REFUSED: dict[str, Reason] = _table(
             """,
         ),
         (
-            Reason("adapters take no refit", "send merged weights: the trainer does that"),
+            Reason("adapters take no refit", "leave it out: the trainer sends merged weights"),
             """
             default_mm_loras enable_lora enable_mixed_moe_lora_format enable_moe_shared_loras
             enable_tower_connector_lora fully_sharded_loras lora_dtype lora_target_modules
@@ -122,15 +121,15 @@ REFUSED: dict[str, Reason] = _table(
         ),
         (
             Reason(
-                "keys and values would outlive a refit outside of the engine",
-                "leave it out; vllm_cfg.enable_prefix_caching is forgotten after each refit",
+                "keys and values outside of the engine would stay valid after a refit",
+                "leave it out; the prefix cache of vllm_cfg.enable_prefix_caching is cleared after "
+                "each refit",
             ),
             "ec_manager_config ec_transfer_config kv_events_config kv_transfer_config",
         ),
         (
             Reason(
-                "the only processes of an engine are those of vllm_cfg.tensor_parallel_size and "
-                "pipeline_parallel_size",
+                "rl-vllm supports only vllm_cfg.tensor_parallel_size and pipeline_parallel_size",
                 "use those, or replicas on a RayVirtualCluster",
             ),
             """
@@ -148,7 +147,7 @@ REFUSED: dict[str, Reason] = _table(
         ),
         (
             Reason(
-                "only token ids go in, and token ids and log-probs come out",
+                "rl-vllm uses only token ids and log-probs of vLLM, so it has no effect",
                 "leave it out",
             ),
             """
@@ -166,12 +165,13 @@ REFUSED: dict[str, Reason] = _table(
         ),
         (
             Reason(
-                "the tokenizer is had elsewhere, too", "set HF_HOME, HF_TOKEN in the environment"
+                "it would apply to vLLM but not to the tokenizer",
+                "set the environment variables HF_HOME and HF_TOKEN",
             ),
             "download_dir hf_token",
         ),
         (
-            Reason("nobody has seen what a refit does to it", "leave it out"),
+            Reason("it was never tested with refits", "leave it out"),
             """
             enable_mamba_shared_prefix_checkpoint mamba_cache_mode mamba_config mamba_ssu_algorithm
             prefix_match_unit replayssm_buffer_len sparse_indexer_topk_backend swa_bounded_replay
@@ -208,8 +208,8 @@ def check_engine_args(engine: Mapping[str, Any], device: str) -> None:
     if given.get("enable_chunked_prefill") and device == "cpu":
         at = "vllm_cfg.engine_args.enable_chunked_prefill"
         raise ConfigError(
-            f"'{at}' is refused on the CPU: after a part of a prompt vLLM sets a row's "
-            "random generator back, which CPU generators do not support",
+            f"'{at}' is refused on the CPU: after each chunk of a prompt, vLLM resets the row's "
+            "random generator, which CPU generators do not support",
             fix="leave it out",
             key=at,
         )

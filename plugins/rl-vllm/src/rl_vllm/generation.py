@@ -66,8 +66,8 @@ class VllmGeneration(EngineBackend):
             return tags
         if "weights" not in tags:
             raise CapabilityError(
-                "vLLM does not put its cache to sleep without its weights",
-                fix='give finish_generation the tag "weights", too, or none',
+                "vLLM cannot put its cache to sleep without its weights",
+                fix='call finish_generation with the tag "weights", too, or without tags',
                 capability="sleep",
             )
         return TAGS

@@ -30,8 +30,8 @@ BACKEND = BackendManifest(
             "kv_scales": Capability(
                 "full",
                 devices=_CUDA,
-                reason="on CPUs vLLM wants AVX-512 or AMX for an FP8 key/value cache, which was "
-                "not tried",
+                reason="on CPUs, vLLM needs AVX-512 or AMX for an FP8 key/value cache, which was "
+                "not tested",
             ),
         }
     },

@@ -17,8 +17,8 @@ PRIVATE: dict[str, str] = {
     "vllm.v1.engine.llm_engine.LLMEngine": "the loop of requests: add_request, step, "
     "abort_request, has_unfinished_requests, collective_rpc, reset_prefix_cache, sleep, wake_up",
     "vllm.v1.engine.async_llm.AsyncLLM": "the same, asynchronously",
-    "EngineArgs.worker_extension_cls": "our methods in the engine's workers",
-    "Worker.get_model, .vllm_config, .rank": "the model that a worker holds",
+    "EngineArgs.worker_extension_cls": "methods of rl-vllm in the engine's workers",
+    "Worker.get_model, .vllm_config, .rank": "the model in a worker",
     "Module.load_weights of a model": "which of its parameters a tensor goes to",
     "vllm.model_executor.layers.utils.dispatch_cpu_unquantized_gemm": "on the CPU, keeps the "
     "weights that vLLM packs for oneDNN, and packs them again after a refit",
@@ -27,13 +27,13 @@ PRIVATE: dict[str, str] = {
     "vllm.distributed.parallel_state.get_world_group": "reads sharded tensors back",
     "IncrementalDetokenizer.from_new_request, .update, .token_ids": "where rows end at stop "
     "strings",
-    "OutputProcessor.request_states, .detokenizer": "tokens made so far, as a sign of life",
-    "model_loader.base_loader.initialize_model, .process_weights_after_loading": "what a model has "
-    "before there are weights, and what hooks make of these",
+    "OutputProcessor.request_states, .detokenizer": "tokens generated so far, as a sign of life",
+    "model_loader.base_loader.initialize_model, .process_weights_after_loading": "the model before "
+    "its weights are loaded, and what hooks derive from the weights",
     "vllm.transformers_utils.config.get_config": "the configuration of a checkpoint",
     "vllm.v1.attention.backends.registry.AttentionBackendEnum": "whether there is CPU_MLA",
-    "vllm.config.set_current_vllm_config": "in which the loader is asked",
-    "Attention.impl.bmm1_scale, .bmm2_scale": "numbers made of the scales of an FP8 cache",
+    "vllm.config.set_current_vllm_config": "set while the model's loader runs",
+    "Attention.impl.bmm1_scale, .bmm2_scale": "values derived from the scales of an FP8 cache",
     "Attention._k_scale, ._v_scale, ._k_scale_float, ._v_scale_float": "scales of an FP8 cache",
 }
 

@@ -41,7 +41,8 @@ class EngineWeights(LoadedWeights):
         if model_config.quantization is not None:
             raise CapabilityError(
                 f"an engine quantised with {model_config.quantization} takes no refit",
-                fix=f"use a checkpoint that is not quantised; without refits {WITHOUT_REFITS}",
+                fix="use a checkpoint that is not quantised; to generate without refits, "
+                f"{WITHOUT_REFITS}",
                 capability="refit",
             )
         self._checkpoint = cache(
@@ -74,8 +75,8 @@ class EngineWeights(LoadedWeights):
         check_derived(
             self.model,
             "vLLM",
-            fix="use a model without such layers; on CUDA, experts that run in Triton "
-            '(vllm_cfg.engine_args["moe_backend"]="triton") are left as they are',
+            fix="use a model without such layers; for experts on CUDA, set "
+            'vllm_cfg.engine_args.moe_backend to "triton", which keeps their layout',
             without_refits=WITHOUT_REFITS,
         )
 
@@ -131,23 +132,25 @@ class ModelSink(LoadedSink):
         if not all(str(m.kv_cache_dtype).startswith("fp8") for m in layers.values()):
             raise CapabilityError(
                 "the engine has no FP8 key/value cache",
-                fix='set vllm_cfg.kv_cache_dtype="fp8", or refit without kv_scales',
+                fix='set vllm_cfg.kv_cache_dtype to "fp8", or refit without kv_scales',
                 capability="kv_scales",
             )
         for name, scale in scales.items():
             layer, _, which = name.partition(".")
             found = [m for n, m in layers.items() if f".{layer.replace('_', 's.')}." in n]
             if not found or which not in ("q_scale", "k_scale", "v_scale"):
-                raise ConfigError(f"{name} is not a scale of a layer of the model", key=name)
+                text = f"kv_scales has {name!r}, which is not a scale of a layer of the model"
+                raise ConfigError(text, fix='use names such as "layer_0.k_scale"', key=name)
             for module in found:
                 impl: Any = getattr(module, "impl", None)
                 if hasattr(impl, "bmm1_scale"):
                     if not self._weights.eager:
                         raise CapabilityError(
-                            f"{type(impl).__name__} keeps the scales of the cache in its CUDA "
-                            "graphs",
-                            fix="set vllm_cfg.enforce_eager, or another attention backend, such "
-                            "as FLASH_ATTN",
+                            f"{type(impl).__name__} has the scales of the cache in CUDA graphs, "
+                            "which a refit cannot change",
+                            fix="set vllm_cfg.enforce_eager to True, or "
+                            "vllm_cfg.engine_args.attention_backend to another one, such as "
+                            "FLASH_ATTN",
                             capability="kv_scales",
                         )
                     impl.bmm1_scale = impl.bmm2_scale = None  # made of the scales when next used

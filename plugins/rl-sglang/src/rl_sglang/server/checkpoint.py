@@ -89,7 +89,7 @@ class Checkpoint:
         context = getattr(text, "max_position_embeddings", None) or config.get("max_model_len")
         if context is None:
             raise ConfigError(
-                f"config.json in {directory} names no context length (max_position_embeddings)",
+                f"config.json in {directory} has no context length (max_position_embeddings)",
                 fix="set max_model_len",
                 key="max_model_len",
             )

@@ -146,8 +146,8 @@ class ServerClient:
         """The error for a server that is not there, or that hung up."""
         why = "it closed the connection" if error is None else f"{type(error).__name__}: {error}"
         return WorkerDiedError(
-            f"the SGLang server at {self.url} is gone: {why}",
-            fix="look at its log, and start it again at this address; the next call asks it anew",
+            f"the SGLang server at {self.url} has ended or cannot be reached: {why}",
+            fix="look at its log, start it again at this address, and repeat the call",
             url=self.url,
         )
 
@@ -211,7 +211,7 @@ class ServerClient:
     def _refused(self, path: str, status: int, found: bytes) -> ConfigError | PluginError:
         if status in (401, 403):
             return ConfigError(
-                f"the SGLang server at {self.url} refuses {path} ({status}): it needs another key",
+                f"the SGLang server at {self.url} refuses {path} ({status}): api_key is not valid",
                 fix="set api_key to the key that the server was started with (--api-key, or "
                 "--admin-api-key for refits)",
                 key="api_key",
@@ -219,7 +219,7 @@ class ServerClient:
         if status == 404:
             return PluginError(
                 f"the server at {self.url} has no {path}",
-                fix="look whether server_url is the address of an SGLang server",
+                fix="check that server_url is the address of an SGLang server",
                 url=self.url,
             )
         return PluginError(
@@ -231,16 +231,15 @@ class ServerClient:
 
     def _nonsense(self, path: str, found: bytes) -> PluginError:
         return PluginError(
-            f"the server at {self.url} answered {path} with what is no answer of SGLang: "
-            f"{_short(found)}",
-            fix="look whether server_url is the address of an SGLang server, and at its log",
+            f"the server at {self.url} answered {path} as SGLang never does: {_short(found)}",
+            fix="check that server_url is the address of an SGLang server, and look at its log",
             url=self.url,
         )
 
     def _late(self, what: str, seconds: float) -> DeadlineError:
         return DeadlineError(
             f"the SGLang server at {self.url} did not answer {what} within {seconds:g} s",
-            fix="look whether it hangs; or raise connect_timeout_s, or load_timeout_s for refits",
+            fix="check whether it hangs; or raise connect_timeout_s (for refits load_timeout_s)",
             url=self.url,
             seconds=seconds,
         )

@@ -73,20 +73,20 @@ def check_server_config(config: Mapping[str, Any]) -> dict[str, Any]:
         # Whatever it is, it may hold a password.
         raise ConfigError(
             "server_url is not the address of a server",
-            fix='use an address such as "http://127.0.0.1:30000", with the key in api_key',
+            fix='set it to an address such as "http://127.0.0.1:30000"; a key belongs in api_key',
             key="server_url",
         )
     temperature = checked.get("temperature", 1.0)
     if temperature < _COLDEST:
         raise ConfigError(
-            f"temperature is {temperature}; below {_COLDEST} SGLang takes the argmax",
+            f"temperature is {temperature}, but below {_COLDEST} SGLang takes the argmax",
             fix="use a higher temperature, or greedy=True",
             key="temperature",
         )
     if checked.get("repetition_penalty", 1.0) != 1.0:
         raise ConfigError(
             "repetition_penalty is refused: SGLang penalises generated tokens but not the "
-            "prompt, so that the same number has another meaning",
+            "prompt, so the same number has another effect than in other backends",
             fix="leave it out, or use another backend",
             key="repetition_penalty",
         )
@@ -96,8 +96,8 @@ def check_server_config(config: Mapping[str, Any]) -> dict[str, Any]:
         raise CapabilityError(
             "an SGLang server gives log-probs over all tokens, not over those that top_k and "
             "top_p leave, so it has no processed log-probs",
-            fix='set logprobs_mode to "raw", leave top_k and top_p out, or use the backend sglang, '
-            "which starts an engine of its own",
+            fix='set logprobs_mode to "raw", leave top_k and top_p out, or use the backend '
+            "'sglang', which starts its own engine",
             capability="logprobs_mode",
             key="logprobs_mode",
         )

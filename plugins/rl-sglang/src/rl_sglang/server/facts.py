@@ -125,14 +125,14 @@ def read_facts(url: str, model_info: dict[str, Any], server_info: dict[str, Any]
         version = Version(str(server_info.get("version")))
     except InvalidVersion:
         raise PluginError(
-            f"the server at {url} does not say which SGLang it is",
-            fix="look whether server_url is the address of an SGLang server",
+            f"the server at {url} does not report its version of SGLang",
+            fix="check that server_url is the address of an SGLang server",
             url=url,
         ) from None
     if not SpecifierSet(VERSIONS).contains(version, prereleases=True):
         raise IncompatiblePluginError(
-            f"the server at {url} is SGLang {version}; {VERSIONS} were tested",
-            fix=f'start one with "sglang{VERSIONS}", or install a newer rl-sglang',
+            f"the server at {url} is SGLang {version}; rl-sglang supports {VERSIONS}",
+            fix=f'install "sglang{VERSIONS}" for the server, or a newer rl-sglang here',
             version=str(version),
             url=url,
         )
@@ -141,8 +141,8 @@ def read_facts(url: str, model_info: dict[str, Any], server_info: dict[str, Any]
         server = msgspec.convert(server_info, _ServerInfo)
     except msgspec.ValidationError as error:
         raise PluginError(
-            f"the server at {url} describes itself as no SGLang {version} does: {error}",
-            fix="look whether server_url is the address of an SGLang server",
+            f"the server at {url} reports facts that SGLang {version} does not have: {error}",
+            fix="check that server_url is the address of an SGLang server",
             url=url,
         ) from error
     refits = ""
@@ -190,22 +190,22 @@ def check_facts(url: str, facts: ServerFacts, checkpoint: Checkpoint, *, seeded:
     if not same and theirs != ours:
         raise ConfigError(
             f"the SGLang server at {url} serves {facts.loaded.path} "
-            f"({', '.join(facts.architectures)}, {facts.model_type}), and model_name is "
+            f"({', '.join(facts.architectures)}, {facts.model_type}), but model_name is "
             f"{checkpoint.directory} ({', '.join(checkpoint.architectures)}, "
             f"{checkpoint.model_type})",
             fix="set model_name to the checkpoint that the server serves, or server_url to a "
-            "server of this one",
+            "server of this checkpoint",
             key="model_name",
         )
     if facts.unusable:
         raise CapabilityError(
             f"the SGLang server at {url} cannot be used: {facts.unusable}",
-            fix="start one without that argument",
+            fix="start a server of a model that generates, without such arguments",
             url=url,
         )
     if seeded and not facts.deterministic:
         raise CapabilityError(
-            f"a seed has no effect at the SGLang server at {url}",
+            f"seed has no effect: the SGLang server at {url} does not sample deterministically",
             fix="start it with --enable-deterministic-inference, or leave seed out",
             capability="seed",
             key="seed",
@@ -216,21 +216,19 @@ def _unusable(model: _ModelInfo, server: _ServerInfo) -> str:
     if not model.is_generation:
         return "it serves a model that does not generate"
     if server.disaggregation_mode != "null":
-        return f"it does a part of the work only (disaggregation_mode {server.disaggregation_mode})"
+        return f"it does only a part of the work (disaggregation_mode {server.disaggregation_mode})"
     if server.speculative_algorithm:
-        return (
-            f"it decodes speculatively ({server.speculative_algorithm}), which nobody has compared"
-        )
+        return f"it decodes speculatively ({server.speculative_algorithm}), which was never tested"
     if server.watermark_default_enabled or server.watermark_enforce_all:
-        return "it puts a watermark into what it draws"
+        return "it puts a watermark into sampled tokens"
     if server.rl_on_policy_target:
-        return f"it rounds what it samples from (rl_on_policy_target {server.rl_on_policy_target})"
+        return f"it rounds probabilities (rl_on_policy_target {server.rl_on_policy_target})"
     preferred = model.preferred_sampling_params or {}
     if isinstance(preferred, str):
         try:
             preferred = json.loads(preferred)
         except ValueError:
-            return "its preferred_sampling_params are no JSON"
+            return "its preferred_sampling_params are not JSON"
     if left := sorted(set(preferred) - SET_IN_ROWS):
-        return f"it samples with parameters of its own ({', '.join(left)})"
+        return f"it has preferred_sampling_params that rows cannot override ({', '.join(left)})"
     return ""

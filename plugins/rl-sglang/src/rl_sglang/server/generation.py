@@ -103,7 +103,8 @@ class SglangServerGeneration(GenerationBackend):
         drawn = not greedy and self.config.get("do_sample", True)
         if drawn and data.get("seed") is not None and not self._server.facts.deterministic:
             raise CapabilityError(
-                f"rows have seeds, which have no effect at the SGLang server at {self._client.url}",
+                "the seeds of rows have no effect: the SGLang server at "
+                f"{self._client.url} does not sample deterministically",
                 fix="start it with --enable-deterministic-inference, or leave the seeds out",
                 capability="seed",
             )
@@ -155,8 +156,7 @@ class SglangServerGeneration(GenerationBackend):
 
 def _alone() -> ConfigError:
     return ConfigError(
-        "the backend sglang-server was given a cluster: its replicas would be clients of one "
-        "server, each with a refit of its own",
-        fix="build it without a cluster; one client keeps a server of any size busy",
+        "the backend sglang-server takes no cluster: replicas of it would be clients of one server",
+        fix="build it without a cluster; one client is enough for a server of any size",
         key="cluster",
     )

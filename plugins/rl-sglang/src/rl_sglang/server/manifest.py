@@ -16,19 +16,19 @@ BACKEND = BackendManifest(
     capabilities={
         "generation": {
             "sleep": Capability(
-                "unsupported", reason="the server's memory is not this process's to free"
+                "unsupported", reason="this process cannot free the server's memory"
             ),
             "async_generation": _FULL,
             "concurrent_calls": _FULL,
             "multi_sample": _FULL,
             "collective": Capability(
-                "full", reason="to this process; the server loads from a file system in any case"
+                "full", reason="sends to this process; the server always loads files"
             ),
             "staged": Capability(
-                "unsupported", reason="what the server has cannot be read back, so not be undone"
+                "unsupported", reason="the server's weights cannot be read back to undo a refit"
             ),
             "kv_scales": Capability(
-                "unsupported", reason="the server has no route that takes scales of its cache"
+                "unsupported", reason="the server has no route for scales of its cache"
             ),
         }
     },

@@ -71,11 +71,11 @@ class Server:
         self._on_lost = on_lost
         self._token = secrets.token_hex(6)
         try:
-            self.facts: ServerFacts = client.run(self._look(None), 4 * answer_s, "who it is")
+            self.facts: ServerFacts = client.run(self._look(None), 4 * answer_s, "/server_info")
         except WorkerDiedError as error:
             raise ConfigError(
                 f"no server answers at {client.url}: {error.message}",
-                fix="start one, or correct server_url",
+                fix="start an SGLang server there, or correct server_url",
                 key="server_url",
             ) from error
         self.counted_on = self.facts.loaded
@@ -98,9 +98,9 @@ class Server:
         self.facts = await self._look(before)
         if self.facts.longest_row < before.longest_row:
             raise ConfigError(
-                f"the SGLang server at {self.client.url} was started again with a context of "
-                f"{self.facts.longest_row} tokens; it had {before.longest_row}",
-                fix="start it as before, or build a new backend",
+                f"the SGLang server at {self.client.url} was restarted with a context of "
+                f"{self.facts.longest_row} tokens; before it had {before.longest_row}",
+                fix="start it with the arguments that it had before, or build a new backend",
                 key="server_url",
             )
         if self.facts.weights != self.counted_on:
@@ -115,9 +115,8 @@ class Server:
         self._on_lost()
         return WeightsTornError(
             f"the SGLang server at {self.client.url} has weights {version!r} instead of "
-            f"{self.counted_on.version!r}: it was started again since, or somebody else changed "
-            "them",
-            fix="refit again; what others generate with the server then has these weights, too",
+            f"{self.counted_on.version!r}: it was restarted, or another client changed them",
+            fix="call refit again; the server's other clients then get these weights, too",
             url=self.client.url,
         )
 
@@ -128,12 +127,12 @@ class Server:
             CapabilityError: The server takes none.
             RLError: As :meth:`confirm`, but for its weights.
         """
-        self.facts = self.client.run(self._look(self.facts), 4 * self._answer_s, "who it is")
+        self.facts = self.client.run(self._look(self.facts), 4 * self._answer_s, "/server_info")
         if self.facts.without_refits:
             raise CapabilityError(
                 f"the SGLang server at {self.client.url} takes no refit: "
                 f"{self.facts.without_refits}",
-                fix="start one of a checkpoint that is not quantised, without that argument",
+                fix="start a server of a checkpoint that is not quantised, without a weight cache",
                 capability="refit",
             )
 
@@ -166,18 +165,16 @@ class Server:
             raise RefitError(
                 f"the SGLang server at {self.client.url} did not load version {version} from "
                 f"{directory}: {answer.get('message') or answer or status}",
-                fix="look at its log; it must be able to read weights_dir, under the same path",
+                fix="look at its log; it must be able to read weights_dir at the same path",
                 phase="SEAL",
             )
-        self.facts = self.client.run(
-            self._look(self.facts), 4 * self._answer_s, "which weights it has"
-        )
+        self.facts = self.client.run(self._look(self.facts), 4 * self._answer_s, "/model_info")
         if self.facts.weights != wanted:
             raise RefitError(
-                f"the SGLang server at {self.client.url} says that it has weights "
-                f"{self.facts.weights.version!r} of {self.facts.weights.path}, after it was given "
+                f"the SGLang server at {self.client.url} reports weights "
+                f"{self.facts.weights.version!r} of {self.facts.weights.path} after it loaded "
                 f"{wanted.version!r} of {wanted.path}",
-                fix="let nobody else change its weights",
+                fix="call refit again, and let no other client change the server's weights",
                 phase="SEAL",
             )
         self.counted_on = wanted
@@ -194,7 +191,7 @@ class Server:
             raise PluginError(
                 f"the SGLang server at {self.client.url} did not clear its prefix cache: "
                 f"{answer.get('message') or status}",
-                fix="wait until nobody generates with it",
+                fix="call it again when no client generates with the server",
             )
 
     async def _look(self, known: ServerFacts | None) -> ServerFacts:
@@ -243,8 +240,8 @@ class Server:
                 key="logprobs_mode",
             )
         raise CapabilityError(
-            f"log-probs do not show whether the SGLang server at {self.client.url} divides "
-            f"logits by the temperature {self._temperature} before it takes log-probs",
+            f"it cannot be measured whether the SGLang server at {self.client.url} applies the "
+            f"temperature {self._temperature} to log-probs",
             fix="use temperature 1",
             capability="logprobs_mode",
             key="logprobs_mode",
@@ -267,7 +264,7 @@ class Server:
             return {int(one[1]): float(one[0]) for one in found}
         except (KeyError, TypeError, ValueError) as error:
             raise PluginError(
-                f"the SGLang server at {self.client.url} gave no log-probs to a prompt of one "
+                f"the SGLang server at {self.client.url} returned no log-probs for a prompt of one "
                 f"token: {type(error).__name__}: {error}",
                 fix="look at its log",
             ) from error

@@ -48,7 +48,7 @@ class RowStream:
         if row.stop_strings:
             if checkpoint.tokenizer is None:
                 raise ConfigError(
-                    f"row {row.index} has stop_strings, and {checkpoint.directory} has no "
+                    f"row {row.index} has stop strings, but {checkpoint.directory} has no "
                     "tokenizer",
                     fix="save the tokenizer beside the model, or use stop_token_ids",
                     key="stop_strings",
@@ -119,13 +119,13 @@ class RowStream:
             kind = None if reason is None else reason["type"]
         except (KeyError, TypeError, ValueError, IndexError) as error:
             raise self._fault(
-                f"sent an answer that is no part of a row: {type(error).__name__}: {error}"
+                f"sent a malformed part of a row: {type(error).__name__}: {error}"
             ) from error
         self.ended = kind is not None
         if kind == "abort":
             raise self._fault(
-                f"gave a row up: {reason.get('message')}",
-                fix="look at its log, and whether somebody else aborts its requests",
+                f"aborted a row: {reason.get('message')}",
+                fix="look at its log; another client may abort all requests",
             )
         self._ids = self._ids + ids if self._incremental else ids
         self._logprobs = self._logprobs + logprobs if self._incremental else logprobs
@@ -140,10 +140,10 @@ class RowStream:
             return self._completion(longest, truncated=True), versions
         if kind is not None:
             raise self._fault(
-                f"ended a row at token {self._ids[-1] if self._ids else None}, at which none is to "
-                f"end: {reason}",
-                fix="if it is a stop token of the server's checkpoint, make generation_config.json "
-                "in model_name the same; if it says NaN, look at the weights",
+                f"ended a row at token {self._ids[-1] if self._ids else None}, which is not a stop "
+                f"token of this call: {reason}",
+                fix="if it is a stop token of the server's checkpoint, copy that checkpoint's "
+                "generation_config.json to model_name; if the reason is NaN, check the weights",
             )
         return None, versions
 
@@ -153,13 +153,13 @@ class RowStream:
         if len(self._ids) != len(self._logprobs) or not all(0 <= token < size for token in ids):
             raise self._fault(
                 f"returned {len(self._ids)} tokens and {len(self._logprobs)} log-probs for a row, "
-                "or tokens that the model does not have",
-                fix="look whether it serves the model of model_name",
+                "or tokens outside of the model's vocabulary",
+                fix="check that it serves the model of model_name",
             )
         if not all(math.isfinite(one) for one in logprobs):
             raise self._fault(
                 "returned a log-prob that is not finite",
-                fix="look at the weights: float16 overflows where bfloat16 and float32 do not",
+                fix="check the weights for NaN; float16 overflows where bfloat16 does not",
             )
         # A log-prob of more than 0 is a rounding error.
         return Completion(self._row.key, ids, [min(0.0, one) for one in logprobs], truncated)

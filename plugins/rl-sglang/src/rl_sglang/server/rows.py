@@ -100,7 +100,7 @@ class ServerRows(RowEngine):
             while self._leaving:
                 await asyncio.wait(set(self._leaving))
 
-        self._client.run(all_gone(), timeout_s, "what became of rows that were given up")
+        self._client.run(all_gone(), timeout_s, "whether aborted rows have ended")
 
     # -- the client's thread ----------------------------------------------------------------------
 
@@ -198,9 +198,9 @@ class ServerRows(RowEngine):
                 continue
             for key in list(self._tasks):
                 error = DeadlineError(
-                    f"the SGLang server at {self._client.url} showed no sign of life for "
-                    f"{self._silence_s:g} s while it had {len(self._tasks)} rows",
-                    fix="look at its log; or raise request_timeout_s",
+                    f"the SGLang server at {self._client.url} gave no sign of life for "
+                    f"{self._silence_s:g} s while it had rows to decode ({len(self._tasks)})",
+                    fix="look at its log, or raise request_timeout_s",
                     url=self._client.url,
                     seconds=self._silence_s,
                 )

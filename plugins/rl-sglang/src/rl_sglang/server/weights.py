@@ -69,7 +69,7 @@ class WeightFile:
         for spec in owned:
             if spec.dtype not in _NAMES:
                 raise PluginError(
-                    f"{spec.name} is of {spec.dtype}, which safetensors files do not have",
+                    f"{spec.name} is {spec.dtype}, which safetensors files do not support",
                     fix="use another backend for this model",
                 )
             place = [end, end + spec.nbytes]
@@ -223,6 +223,6 @@ class SharedFile:
 def _unwritable(parent: str | None, error: OSError) -> ConfigError:
     return ConfigError(
         f"the weights cannot be written to {parent or tempfile.gettempdir()}: {error.strerror}",
-        fix="set weights_dir to a directory with room for the model, which the server sees, too",
+        fix="set weights_dir to a directory that has room for the model and that the server reads",
         key="weights_dir",
     )
