@@ -117,9 +117,9 @@ def test_a_function_makes_rows(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "config", "error", "match"),
     [
-        ('{"prompt": "a"}\n\n{"prompt": \n', {}, DataError, r"bad\.jsonl, line 3: broken JSON"),
+        ('{"prompt": "a"}\n\n{"prompt": \n', {}, DataError, r"bad\.jsonl, line 3: not valid JSON"),
         ("[1]", {}, DataError, "entry 0: 1 is not an object"),
-        ('[{"prompt": "a"},\n{"prompt" 1}]', {}, DataError, "line 2: broken JSON"),
+        ('[{"prompt": "a"},\n{"prompt" 1}]', {}, DataError, "line 2: not valid JSON"),
         ("", {}, DataError, "has no rows"),
         ('{"prompt": "a"}\n{"prompt": 7}', {}, DataError, "line 2: 'prompt' is 7 .int., neither"),
         ('{"prompt": "a"}\n{"prompt": " "}', {}, DataError, "line 2: 'prompt' is empty"),
@@ -168,14 +168,14 @@ def test_long_prompts_are_dropped_refused_or_cut(tmp_path: Path, tokenizer: Any)
     config = {"path": path, "max_prompt_tokens": 5, "answer": "solution"}
     rows = load_rows(config, plain)
     assert (len(rows), rows.dropped, rows[0]["answer"], rows.place(0)[-6:]) == (1, 1, 5, "line 2")
-    with pytest.raises(DataError, match="line 1: the prompt has 8 tokens, 5 at most; 1 of 2"):
+    with pytest.raises(DataError, match=r"line 1: has 8 tokens, and the limit is 5 \(1 of 2"):
         load_rows({**config, "long_prompts": "error"}, plain)
     cut = {**config, "long_prompts": "cut"}
     assert len(load_rows(cut, plain)) == 2
     assert plain.decode(Encoder(plain, cut).prompt({"prompt": "1234567"})) == "34567"
     answered = Encoder(plain, cut).answered({"prompt": "1234567", "completion": "8"})
     assert (plain.decode(answered[0]), sum(answered[1])) == ("345678<|im_end|>", 2)
-    with pytest.raises(DataError, match=r"1 at most; 2 of 2"):
+    with pytest.raises(DataError, match=r"the limit is 1 \(2 of 2"):
         load_rows({**config, "max_prompt_tokens": 1}, plain)
 
 
@@ -242,7 +242,7 @@ def test_the_turns_of_the_assistant_are_learned_with_their_end_tokens(tokenizer:
 
 def test_a_template_that_rewrites_earlier_turns_is_refused(tokenizer: Any) -> None:
     encoder = Encoder(tokenizer(REWRITES), {})
-    with pytest.raises(DataError, match="turn 1 differently when others follow"):
+    with pytest.raises(DataError, match="turn 1 when other turns follow"):
         encoder.answered({"messages": TALK})
     assert encoder.answered({"prompt": TALK[:3], "completion": "four"})
     with pytest.raises(DataError, match="the completion of a row is missing"):
@@ -293,7 +293,7 @@ def test_an_order_goes_on_where_it_was_and_repeats_nothing_in_an_epoch() -> None
     resumed.load(other.state())
     assert [*resumed.take(4), *resumed.take(19)] == epochs[7:30] == other.take(23)
     assert Order(3, 0, shuffle=False).take(7) == [0, 1, 2, 0, 1, 2, 0]
-    with pytest.raises(ConfigError, match="10 rows of data, now there are 11"):
+    with pytest.raises(ConfigError, match="was 10 when the checkpoint was saved, and is 11 now"):
         Order(11, 3).load(other.state())
 
 

@@ -162,7 +162,7 @@ def test_a_function_that_fails_is_named_with_its_rows(source: str, workers: int)
 @pytest.mark.parametrize(
     ("what", "match"),
     [
-        ("few", "returned 0 rewards for 1 completions"),
+        ("few", "returned a list of 0, but the completions are 1"),
         ("text", "returned '1' .str., not a list"),
         ("nan", "returned nan .float. as reward 0 of 1, not a finite number"),
         ("type", r"returned \['x'\] .list. as reward 0"),

@@ -219,7 +219,7 @@ def test_ctrl_c_saves_and_says_how_to_go_on(
                 break
         rest = run.stderr.read()
     assert run.returncode == 130, rest
-    assert "go on with checkpoint.resume=auto" in rest
+    assert "to continue, run it again with checkpoint.resume=auto" in rest
     assert "Traceback" not in rest
     assert list(tmp_path.glob("out/checkpoints/step-*/run.json"))
 
@@ -379,7 +379,7 @@ def test_five_lines_for_those_who_come_from_trl(model: Path, tmp_path: Path) -> 
         (["batch_size=0"], ["must be >= 1", "argument batch_size=0"]),
         (["grpo.updates=3"], ["which 3 updates do not divide"]),
         (["method=ppo"], ["'grpo', 'dpo' or 'sft'"]),
-        (["checkpoint.resume"], ["no key=value"]),
+        (["checkpoint.resume"], ["not a key=value"]),
     ],
 )
 def test_mistakes_name_the_argument(

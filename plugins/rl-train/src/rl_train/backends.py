@@ -110,9 +110,9 @@ class Backends:
             return stack.enter_context(cluster(workers, name=kind))  # type: ignore[no-any-return]
         if isinstance(workers, list):
             raise ConfigError(
-                f"placement.{kind}.workers is {workers}, one number for each node, but the "
-                "workers are all on this host",
-                fix="give one number, or choose where: ray",
+                f"placement.{kind}.workers is {workers}, a list with one number for each node, but "
+                "all workers are on this host",
+                fix=f"give one number, or set placement.{kind}.where to ray",
                 key=f"placement.{kind}.workers",
             )
         return stack.enter_context(  # type: ignore[no-any-return]

@@ -74,8 +74,9 @@ class Checkpoints:
         if resume == "never":
             if there:
                 raise ConfigError(
-                    f"{self._config['output']} has checkpoints of a run, up to {there[-1].name}",
-                    fix="resume it with checkpoint.resume=auto, or choose another output",
+                    f"output {self._config['output']} already has checkpoints of a run, up to "
+                    f"{there[-1].name}",
+                    fix="continue that run with checkpoint.resume=auto, or set another output",
                     key="checkpoint.resume",
                 )
             return None
@@ -86,7 +87,7 @@ class Checkpoints:
             written = json.loads((path / _STATE).read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
             raise CheckpointError(
-                f"{path} is no checkpoint of a run: {error}",
+                f"{path} is not a checkpoint of a run: {error}",
                 fix="give the folder of one, such as runs/grpo/checkpoints/step-000100, or auto",
             ) from None
         before, now = _flat(written["config"]), _flat(_comparable(self._config))
@@ -95,9 +96,9 @@ class Checkpoints:
         )
         if changed:
             raise ConfigError(
-                f"{path} is of a run that was configured otherwise: "
+                f"{path} is of a run with another configuration: "
                 + "; ".join(f"{k} was {before.get(k)!r}, is {now.get(k)!r}" for k in changed),
-                fix="configure it as before, or start a new run with another output and "
+                fix="set these keys as before, or start a new run with another output and "
                 f"model={path / 'policy'}",
                 key=changed[0],
             )
@@ -128,7 +129,7 @@ class Checkpoints:
             raise CheckpointError(
                 f"step {step} could not be saved in {self.folder}: "
                 + (error.message if isinstance(error, CheckpointError) else str(error)),
-                fix="make room there; "
+                fix="free space there; "
                 + (f"the newest checkpoint is {there[-1]}" if there else "there is no other"),
             ) from error
         for old in self.all()[: -self.keep]:

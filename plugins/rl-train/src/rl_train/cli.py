@@ -39,7 +39,7 @@ def check(options: argparse.Namespace) -> int:
     given, origins = read_config(options.file, options.arguments)
     if "backend" not in given:
         loss_of(check_run(given, origins))
-        print(f"{options.file}: the configuration of a run, no errors")
+        print(f"{options.file}: configuration of a run, no errors")
         return 0
     problems = []
     for kind in ("policy", "generation"):

@@ -299,7 +299,7 @@ def read_config(
         key, _, value = argument.partition("=")
         if not key or key == argument or value.startswith("="):
             raise ConfigError(
-                f"the argument {argument!r} is no key=value pair",
+                f"the argument {argument!r} is not a key=value pair",
                 fix="write the file first, then each key=value as one word: steps=100, or in "
                 "quotes if it has spaces: 'rewards=[exact, format]'",
                 key=argument,
@@ -313,7 +313,7 @@ def read_config(
         config = OmegaConf.to_container(merged, resolve=True)
     except OSError as error:
         raise ConfigError(
-            f"{path}: {error.strerror}",
+            f"{path} cannot be read: {error.strerror}",
             fix="give the path of a YAML file, before any key=value",
             key=str(path),
         ) from None
@@ -488,7 +488,7 @@ def _complete(config: dict[str, Any]) -> None:
         raise ConfigError(
             f"a step has {rows} completions (batch_size {config['batch_size']} x num_generations "
             f"{grpo['num_generations']}), which {updates} updates do not divide",
-            fix="choose grpo.updates so that it divides them",
+            fix=f"set grpo.updates to a divisor of {rows}",
             key="grpo.updates",
         )
     policy.setdefault("train_global_batch_size", rows // updates)

@@ -139,7 +139,7 @@ def load_rows(config: Mapping[str, Any], tokenizer: Any = None) -> Rows:
     source, places = _read(checked)
     rows = Rows(source, places, checked.get("answer"))
     if not rows:
-        raise DataError(f"data: {checked['path']} has no rows", fix="give a file with rows")
+        raise DataError(f"data: {checked['path']} has no rows", fix="give data with rows")
     columns = {key: checked.get(key) for key in FOUND}
     tools = checked.get("tools")
     if isinstance(tools, str) and not tools.endswith(".json"):
@@ -177,8 +177,8 @@ def load_rows(config: Mapping[str, Any], tokenizer: Any = None) -> Rows:
         if not kept or (long == "error" and len(kept) < len(rows)):
             index = next(i for i, length in enumerate(lengths) if length > most)
             raise DataError(
-                f"data: {rows.place(index)}: the prompt has {lengths[index]} tokens, {most} at "
-                f"most; {len(rows) - len(kept)} of {len(rows)} rows have such prompts",
+                f"data: {rows.place(index)}: the prompt has {lengths[index]} tokens, and the limit "
+                f"is {most} ({len(rows) - len(kept)} of {len(rows)} prompts are too long)",
                 fix="raise data.max_prompt_tokens, or set data.long_prompts to "
                 + ("drop or cut" if kept else "cut"),
                 row=index,
@@ -260,8 +260,8 @@ def _read_json(name: str) -> Iterator[tuple[dict[str, Any], str]]:
         except json.JSONDecodeError as error:
             at = error.lineno if whole else line
             raise DataError(
-                f"data: {name}, line {at}: broken JSON: {error}",
-                fix="correct that line; of JSONL, each line is one object",
+                f"data: {name}, line {at}: not valid JSON: {error}",
+                fix="correct that line; in JSONL, each line is one object",
                 line=at,
             ) from error
 
@@ -289,10 +289,10 @@ def _load(path: str, config: Mapping[str, Any]) -> Any:
         if files:
             raise DataError(f"data: {where}: {reason}", fix="correct the file") from error
         raise ConfigError(
-            f"data: {where} (split {split!r}) is neither a file, nor can it be loaded from the "
+            f"data: {where} (split {split!r}) is not a file, and it cannot be loaded from the "
             f"Hugging Face hub: {reason}",
-            fix="correct the name, or the network; or download the files elsewhere (hf download "
-            "--repo-type dataset NAME) and set data.path to them",
+            fix="correct the name, or check the network; or download the files elsewhere (hf "
+            "download --repo-type dataset NAME) and set data.path to them",
             key="path",
         ) from error
     finally:
@@ -314,7 +314,7 @@ class Order:
 
     def __init__(self, size: int, seed: int, shuffle: bool = True) -> None:
         if size < 1:
-            raise ConfigError("there are no rows to order", fix="give some data", key="size")
+            raise ConfigError("the data has no rows", fix="give data with rows", key="size")
         self._size, self._seed, self._shuffle = size, seed, shuffle
         self._taken = 0
 
@@ -353,8 +353,8 @@ class Order:
         """
         if state["size"] != self._size:
             raise ConfigError(
-                f"the checkpoint was made with {state['size']} rows of data, now there are "
-                f"{self._size}",
+                f"the number of rows of data was {state['size']} when the checkpoint was saved, "
+                f"and is {self._size} now",
                 fix="resume with the same data, or start a new run with another output",
                 key="size",
             )

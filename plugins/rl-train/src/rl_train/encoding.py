@@ -99,7 +99,7 @@ def problem_of(value: Any) -> str | None:
         return "is empty"
     for number, message in enumerate(value if isinstance(value, list) else ()):
         if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-            return f"is no conversation: entry {number} is {message!r:.80}, without a role"
+            return f"is not a conversation: entry {number} is {message!r:.80}, without a role"
     return None
 
 
@@ -137,7 +137,7 @@ class Encoder:
         if self.chat and not self.template:
             raise ConfigError(
                 "data.chat is true, but the tokenizer has no chat template",
-                fix="set data.chat_template, or data.chat: false",
+                fix="set data.chat_template, or set data.chat to false",
                 key="chat",
             )
 
@@ -194,8 +194,8 @@ class Encoder:
         prompt = self._value(row, "prompt", needed=False)
         if isinstance(chosen, list) != isinstance(rejected, list):
             raise DataError(
-                f"'chosen' and 'rejected' of {row!r:.200} are of two kinds",
-                fix="give two texts or two conversations",
+                f"'chosen' and 'rejected' are of different kinds in the row {row!r:.200}",
+                fix="give two texts, or two lists of messages",
             )
         whole = isinstance(chosen, list) and chosen[0]["role"] in ("system", "user")
         if prompt is None or whole:
@@ -247,8 +247,8 @@ class Encoder:
             return self._ids(text)
         if isinstance(prompt, list):
             raise DataError(
-                f"{prompt!r:.200} is a conversation, and there is no chat template",
-                fix="set data.chat_template, and data.chat to true or not at all",
+                f"the prompt {prompt!r:.200} is a list of messages, but there is no chat template",
+                fix="set data.chat_template; set data.chat to true, or leave it out",
                 key="prompt",
             )
         text = (self._config.get("system") or "") + (prompt or "")
@@ -295,8 +295,8 @@ class Encoder:
         mask[:1] = [0]  # nothing predicts the first token
         if 1 not in mask:
             raise DataError(
-                f"a row has nothing to learn: {row!r:.200}",
-                fix="give it a completion, or a turn of the assistant",
+                f"a row has no completion and no turn of the assistant to learn: {row!r:.200}",
+                fix="add one to the row, or remove the row",
             )
         return self._fit(ids, mask.index(1), mask)
 
@@ -322,10 +322,10 @@ class Encoder:
             )
             if not whole.startswith(until) or begin < end:
                 raise DataError(
-                    f"the chat template writes turn {turn} differently when others follow: "
+                    f"the chat template changes turn {turn} when other turns follow it: "
                     f"{messages!r:.300}",
-                    fix="use a template with {% generation %}, or give each answer a row with its "
-                    "own prompt and completion",
+                    fix="use a template with {% generation %}, or give each answer its own row, "
+                    "with prompt and completion",
                 )
             skipped, learned = self._ids(whole[end:begin]), self._ids(until[begin:])
             special = set(self.tokenizer.all_special_ids)
@@ -345,8 +345,9 @@ class Encoder:
             return ids, list(mask)
         if self._config.get("long_prompts") != "cut":
             raise DataError(
-                f"a prompt has {prompt} tokens, {most} at most: {self.tokenizer.decode(ids)!r:.99}",
-                fix="give load_rows the tokenizer, or set data.long_prompts: cut",
+                f"a prompt has {prompt} tokens, and the limit is {most}: "
+                f"{self.tokenizer.decode(ids)!r:.99}",
+                fix="give load_rows the tokenizer, or set data.long_prompts to cut",
             )
         return ids[prompt - most :], list(mask[prompt - most :])
 

@@ -130,9 +130,9 @@ class TurnEncoder:
             _, found, text = rendered.rpartition(self._TURN)
             if not found:
                 raise ConfigError(
-                    "the environment answers with messages, and there is no chat template that "
-                    "puts them behind the model's turn",
-                    fix="answer with a text, or set data.chat_template",
+                    "the environment returns messages, but there is no chat template to add them "
+                    "after the model's turn",
+                    fix="return a text, or set data.chat_template",
                     key="environment.function",
                 )
         tokens: list[int] = self._tokenizer(text, add_special_tokens=False)["input_ids"]
@@ -203,7 +203,8 @@ def play(
                 ) from error
             if not isinstance(turn, Turn):
                 raise DataError(
-                    f"{type(environment).__name__}.step returned a {type(turn).__name__}",
+                    f"{type(environment).__name__}.step returned a {type(turn).__name__}, not a "
+                    "Turn",
                     fix="return rl_train.Turn(messages=..., done=..., reward=...)",
                 )
             found.reward += turn.reward

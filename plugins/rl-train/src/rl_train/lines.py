@@ -110,7 +110,7 @@ def failed(path: Path, error: OSError) -> LogError:
     if isinstance(error, FileExistsError | FileNotFoundError | NotADirectoryError):
         fix = "choose another output: no folder can be made there"
     return LogError(
-        f"{path} cannot be written: {error.strerror}; what it had before is whole",
+        f"{path} cannot be written: {error.strerror}; its earlier lines are intact",
         fix=fix,
         path=str(path),
         errno=error.errno,

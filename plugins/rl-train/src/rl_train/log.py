@@ -169,7 +169,7 @@ class RunLog:
         try:
             plot(self._folder, self._plot, self._tolerance)
         except ImportError:
-            self.note("no curves are drawn without matplotlib: pip install matplotlib")
+            self.note("curves need matplotlib, which is not installed: pip install matplotlib")
         except Exception as error:  # the run is whole without it
             self.note(f"{self._plot}: the curves cannot be drawn: {error}")
 

@@ -112,7 +112,7 @@ class Rewards:
     ) -> None:
         if not functions or (weights is not None and len(weights) != len(functions)):
             raise ConfigError(
-                f"rewards: {len(functions)} functions and {len(weights or ())} weights",
+                f"rewards: got {len(functions)} function(s) and {len(weights or ())} weight(s)",
                 fix="give at least one function, and either no weights or one for each function",
                 key="rewards",
             )
@@ -192,7 +192,7 @@ class Rewards:
         import torch
 
         if self._closed:
-            raise LifecycleError("these rewards are closed", fix="make new ones")
+            raise LifecycleError("these Rewards were closed", fix="build new Rewards")
         began = time.monotonic()
         given = _given(prompts, completions, completion_ids, columns or {})
         chosen = [function.choose(given) for function in self._functions]
@@ -275,7 +275,7 @@ class Rewards:
         except TimeoutError:
             return [None] * len(groups)
         except (ProcessExpired, BrokenProcessPool) as error:
-            why = "it was killed, or ran out of memory, or ended itself"
+            why = "it was killed, ran out of memory, or called exit"
             if isinstance(error, BrokenProcessPool):
                 why = "a script that makes Rewards needs 'if __name__ == \"__main__\":'"
             return [_Failure(f"its process has ended ({error}); {why}")] * len(groups)
@@ -309,7 +309,8 @@ class _Function:
         if source not in SHIPPED and ":" not in source:
             match = nearest(source, SHIPPED)
             raise ConfigError(
-                f"rewards: there is no function {source!r}; there are {', '.join(SHIPPED)}",
+                f"rewards: there is no function {source!r}; the built-in ones are "
+                f"{', '.join(SHIPPED)}",
                 fix=f"write {match!r}"
                 if match
                 else "write one of these, module:name or file.py:name",
@@ -345,7 +346,7 @@ class _Function:
             return bytes(cloudpickle.dumps(self))
         except Exception as error:
             raise ConfigError(
-                f"rewards: {self.name!r} cannot be sent to a process: {error}",
+                f"rewards: {self.name!r} cannot be sent to a worker process: {error}",
                 fix="set workers to 0, or remove that object from the function",
                 key="function",
             ) from error
@@ -420,8 +421,9 @@ def _given(
     lengths = {**{key: len(value) for key, value in given.items()}, "completions": len(completions)}
     if wrong := [key for key, length in lengths.items() if length != len(prompts)]:
         raise ConfigError(
-            f"rewards: {len(prompts)} prompts, but {lengths[wrong[0]]} {wrong[0]}",
-            fix="give one for each row",
+            f"rewards: the number of prompts is {len(prompts)}, but that of {wrong[0]} is "
+            f"{lengths[wrong[0]]}",
+            fix=f"give one of the {wrong[0]} for each prompt",
             key=wrong[0],
         )
     return given
@@ -447,7 +449,7 @@ def _begin(pickled: list[bytes]) -> None:
         try:
             _LOADED.append(cloudpickle.loads(each).bound())
         except Exception as error:
-            _LOADED.append(_Failure(f"cannot be loaded in a process: {error!r}"))
+            _LOADED.append(_Failure(f"cannot be loaded in a worker process: {error!r}"))
 
 
 def _call(called: Callable[..., Any] | int, parts: list[Given], deadline_s: float) -> list[Any]:
@@ -498,7 +500,7 @@ def _checked(values: Any, part: Given) -> list[float | None] | _Failure:
     if isinstance(values, str | Mapping) or not hasattr(values, "__len__"):
         return _Failure(f"returned {values!r:.100} ({type(values).__name__}), not a list")
     if len(values) != rows:
-        return _Failure(f"returned {len(values)} rewards for {rows} completions")
+        return _Failure(f"returned a list of {len(values)}, but the completions are {rows}")
     rewards: list[float | None] = []
     for row, value in enumerate(values):
         try:

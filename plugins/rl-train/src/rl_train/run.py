@@ -246,7 +246,7 @@ class _Loop:
             outcome.stopped = self.signal
             self.log.note(
                 f"stopped by {self.signal} after step {outcome.steps} of {self.steps}; "
-                "go on with checkpoint.resume=auto"
+                "to continue, run it again with checkpoint.resume=auto"
             )
         return outcome
 
@@ -330,7 +330,9 @@ class _Loop:
             if self.signal is not None:
                 raise KeyboardInterrupt
             self.signal = signal.Signals(number).name
-            self.log.note(f"{self.signal}: ending after this step; a second one ends at once")
+            self.log.note(
+                f"{self.signal}: the run ends after this step; a second signal ends it at once"
+            )
 
         try:
             before = {n: signal.signal(n, note) for n in (signal.SIGINT, signal.SIGTERM)}
@@ -366,8 +368,9 @@ def _tokenizer(config: RunConfig) -> Any:
         )
     except (OSError, ValueError) as error:
         raise ConfigError(
-            f"model {name!r} has no tokenizer that loads: {str(error).splitlines()[0]}",
-            fix="give a directory with a checkpoint and its tokenizer, or a name on the hub",
+            f"the tokenizer of model {name!r} cannot be loaded: {str(error).splitlines()[0]}",
+            fix="set model to a directory with a checkpoint and its tokenizer, or to a name on the "
+            "hub",
             key="model",
         ) from error
 

@@ -180,8 +180,8 @@ class Trackers:
                 self.close(failed=True)
                 raise ConfigError(
                     f"log.to has {name!r}, which does not start: {error}",
-                    fix=f"correct what it needs, or take it out of log.to; if it does not know the "
-                    f"run any more, delete {self._file} to begin another there",
+                    fix=f"correct its settings, or remove it from log.to; if the run was deleted "
+                    f"there, delete {self._file} to begin a new one",
                     key="log.to",
                 ) from error
             self._opened[name] = tracker
