@@ -47,7 +47,7 @@ def test_what_an_engine_does_not_take_is_refused_with_the_key(kind, key, given, 
 
 
 #: What engines say of weights that are larger or smaller than the configuration's.
-OF_OTHER_SIZES = {"vllm": "cannot load the weights", "sglang": "has other shapes"}
+OF_OTHER_SIZES = {"vllm": "cannot load the weights", "sglang": "do not fit its config.json"}
 
 
 @pytest.mark.parametrize(

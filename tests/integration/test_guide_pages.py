@@ -19,7 +19,7 @@ PAGES += [f"docs/guide/{page}.md" for page in GUIDE]
 
 
 # A random model may give all completions of a prompt one reward, which is warned of.
-@pytest.mark.filterwarnings("ignore:the rewards of each prompt:rl_core.LoopWarning")
+@pytest.mark.filterwarnings("ignore:for every prompt, the rewards:rl_core.LoopWarning")
 @pytest.mark.parametrize("page", PAGES)
 def test_the_examples_of_a_page_run(page: str, tmp_path: Path) -> None:
     path = str(make_tiny_model(tmp_path / "model", "qwen2", seed=0))

@@ -269,7 +269,7 @@ CALLS: dict[str, tuple[Any, type[Exception], str]] = {
         "rename 'input_id' to 'input_ids'",
     ),
     "a misspelt column, read": (lambda at: at.batch["reward"], KeyError, "write 'rewards'"),
-    "another row": (lambda at: at.batch[9], DataError, "row 9 is not within the batch of 4 rows"),
+    "another row": (lambda at: at.batch[9], DataError, "there is no row 9: the number of rows is"),
     "ids without lengths": (
         lambda at: at.g.generate(at.ids), DataError, '"input_lengths": the number of tokens'
     ),
@@ -278,9 +278,9 @@ CALLS: dict[str, tuple[Any, type[Exception], str]] = {
     ),
     "a name for a loss": (lambda at: at.p.train(at.batch, "grpo"), ConfigError, "an instance"),
     "a path that is a number": (
-        lambda at: at.p.save_checkpoint(3), ConfigError, "name a directory"
+        lambda at: at.p.save_checkpoint(3), ConfigError, "give a directory"
     ),
-    "no path": (lambda at: at.p.save_checkpoint(""), ConfigError, "name a directory"),
+    "no path": (lambda at: at.p.save_checkpoint(""), ConfigError, "give a directory"),
     "a checkpoint's path to refit": (lambda at: refit(at.path, at.g), ConfigError, "the trainer"),
     "verify as a bool": (lambda at: refit(at.p, at.g, verify=True), ConfigError, "'installed'"),
     "rewards as texts": (
@@ -351,7 +351,7 @@ CALLS: dict[str, tuple[Any, type[Exception], str]] = {
         lambda at: at.p.save_checkpoint("/proc/ck"), CheckpointError, "/proc/ck was not written"
     ),
     "a model as a checkpoint": (
-        lambda at: at.p.load_checkpoint(at.path), CheckpointError, "point at what save_checkpoint"
+        lambda at: at.p.load_checkpoint(at.path), CheckpointError, "that save_checkpoint wrote"
     ),
     "copying a policy": (lambda at: copy.deepcopy(at.p), CapabilityError, "LocalCluster(1)"),
     "pickling an engine": (lambda at: pickle.dumps(at.g), CapabilityError, "create_generation("),
@@ -404,9 +404,7 @@ def test_rows_of_a_batch_are_batches(at: Any) -> None:
     assert at.batch[1:3]["rewards"].tolist() == [0.0, 1.0]
     assert at.batch[at.batch["rewards"] > 0].size == 2
     assert at.batch[::2]["rewards"].tolist() == [1.0, 1.0]
-    assert repr(at.prompts).startswith(
-        "BatchedDataDict(2 rows of 2 columns: input_ids: int64[2, 3]"
-    )
+    assert repr(at.prompts).startswith("BatchedDataDict(rows 2, columns 2: input_ids: int64[2, 3]")
 
 
 def test_texts_come_with_their_prompts(at: Any) -> None:

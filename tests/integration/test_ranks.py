@@ -214,7 +214,9 @@ def test_a_rank_at_another_step_is_named_and_refused_until_all_load(
     policy._group.call(1, "__setattr__", "changes", apart)  # as if it had never taken a step
     begun = time.monotonic()
     for verify in ("wire", "installed"):
-        with pytest.raises(LifecycleError, match=r"rank 1 of .* of state 0, .* rank 0 of state \d"):
+        with pytest.raises(
+            LifecycleError, match=r"rank 1 of .* has taken 0 steps and loads, rank 0 has taken \d"
+        ):
             refit(policy, engine, deadline_s=SOON, verify=verify)
     for call in (
         lambda: policy.train(batch(), NLLLossFn(), gbs=8),

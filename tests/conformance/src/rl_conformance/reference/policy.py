@@ -124,7 +124,8 @@ class ReferencePolicy(PolicyBackend):
         """See :meth:`PolicyInterface.calibrate_qkv_fp8_scales`."""
         if not (0 < percentile <= 100 and margin > 0):
             raise DataError(
-                f"percentile {percentile} is not in (0, 100], or margin {margin} not above 0",
+                f"percentile must be above 0 and at most 100, margin above 0; got {percentile} and "
+                f"{margin}",
                 fix="use a percentile such as 99.9 and a margin such as 1.05",
             )
         with torch.no_grad(), observed(self.model, "qkv" if include_q else "kv") as seen:
