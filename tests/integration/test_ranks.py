@@ -215,7 +215,7 @@ def test_a_rank_at_another_step_is_named_and_refused_until_all_load(
     begun = time.monotonic()
     for verify in ("wire", "installed"):
         with pytest.raises(
-            LifecycleError, match=r"rank 1 of .* has taken 0 steps and loads, rank 0 has taken \d"
+            LifecycleError, match=r"rank 1 of .* is at step or load number 0, rank 0 at \d"
         ):
             refit(policy, engine, deadline_s=SOON, verify=verify)
     for call in (

@@ -300,7 +300,7 @@ def test_ranks_of_other_weights_are_never_one_model(trainer: Ranks, engine: Engi
         with rank.changes.declared():
             rank.tensors["half"] += 1
     last = len(trainer.ranks) - 1
-    match = rf"rank {last} of .* has taken 0 steps and loads, rank 0 has taken 1"
+    match = rf"rank {last} of .* is at step or load number 0, rank 0 at 1"
     with pytest.raises(LifecycleError, match=match) as error:
         go(trainer, engine)
     assert error.value.details["rank"] == last
@@ -331,7 +331,9 @@ def test_a_rank_whose_state_moved_before_the_confirmation_is_seen_there(
 ) -> None:
     rank = trainer.ranks[1]
     rank.at = lambda name: setattr(rank.changes, "state", int(name == "confirm"))
-    with pytest.raises(LifecycleError, match=r"rank 1 of .* of state 1, .* of state 0") as error:
+    with pytest.raises(
+        LifecycleError, match=r"rank 1 of .* is at step or load number 1, .* at 0"
+    ) as error:
         go(trainer, engine)
     assert error.value.details["phase"] == "SEAL"
 

@@ -243,7 +243,7 @@ def test_what_cannot_be_used_is_refused_at_once(source: str) -> None:
     lock = threading.Lock()
     with pytest.raises(ConfigError, match="set workers to 0"):
         Rewards([lambda completions: [lock.locked()]])
-    with pytest.raises(ConfigError, match="1 functions and 2 weights"):
+    with pytest.raises(ConfigError, match="number of functions is 1, that of weights is 2"):
         Rewards(["exact"], [1, 2])
 
 

@@ -112,7 +112,8 @@ class Rewards:
     ) -> None:
         if not functions or (weights is not None and len(weights) != len(functions)):
             raise ConfigError(
-                f"rewards: got {len(functions)} function(s) and {len(weights or ())} weight(s)",
+                f"rewards: the number of functions is {len(functions)}, that of weights is "
+                f"{len(weights or ())}",
                 fix="give at least one function, and either no weights or one for each function",
                 key="rewards",
             )

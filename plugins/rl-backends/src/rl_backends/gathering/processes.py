@@ -86,8 +86,8 @@ class RankProcess(msgspec.Struct, frozen=True):
 def other_weights(process: RankProcess, state: int, first: int) -> LifecycleError:
     """The error for a rank with weights of another state than rank 0's."""
     return LifecycleError(
-        f"{process} has taken {state} steps and loads, rank 0 has taken {first}: their weights are "
-        "not parts of one model",
+        f"{process} is at step or load number {state}, rank 0 at {first}: their weights are not "
+        "parts of one model",
         fix="load one checkpoint on all ranks, or build the policy again; then look for a call "
         "that failed on one rank, or that only some ranks made",
         peer=f"rank {process.rank}",
