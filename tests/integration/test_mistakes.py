@@ -82,7 +82,7 @@ CONFIGURATIONS: dict[str, tuple[Any, str]] = {
     "lr at the top": (policy(lr=1e-3), "write `optimizer: {lr: ...}` instead of 'lr'"),
     "TRL: learning_rate at the top": (policy(learning_rate=1e-3), "`optimizer: {lr: ...}`"),
     "learning_rate": (policy(optimizer={"learning_rate": 1e-3}), "write 'lr' instead of"),
-    "NeMo RL: kwargs": (policy(optimizer={"kwargs": {"lr": 1.0}}), "write lr in place of"),
+    "NeMo RL: kwargs": (policy(optimizer={"kwargs": {"lr": 1.0}}), "move lr out of"),
     "torch: AdamW": (policy(optimizer={"name": "AdamW"}), "set 'optimizer.name' to 'adamw'"),
     "TRL: weight_decay": (policy(weight_decay=0.1), "`optimizer: {weight_decay: ...}`"),
     "TRL: adam_beta1": (policy(adam_beta1=0.9), "`optimizer: {betas: [beta1, beta2]}`"),
@@ -159,7 +159,7 @@ CONFIGURATIONS: dict[str, tuple[Any, str]] = {
     "gradient_clip": (policy(gradient_clip=1.0), "write 'max_grad_norm' instead"),
     "transformers: max_length": (engine(max_length=8), "write 'max_model_len' instead"),
     "transformers: num_return_sequences": (engine(num_return_sequences=2), "'num_generations'"),
-    "vLLM: sampling_params": (engine(sampling_params={"top_p": 0.9}), "write top_p in place of"),
+    "vLLM: sampling_params": (engine(sampling_params={"top_p": 0.9}), "move top_p out of"),
     "OpenAI: presence_penalty": (engine(presence_penalty=1.0), "remove 'presence_penalty'"),
     "greedy of an engine": (engine(greedy=True), "`do_sample: the opposite of greedy`"),
     "a quoted bool": (engine(do_sample="false"), "write false without quotes"),
@@ -392,7 +392,7 @@ def test_a_call_ends_in_the_fix(mistake: str, at: Any) -> None:
 def test_equal_rewards_are_counted_and_warned_of_once(at: Any) -> None:
     loss = GRPOLossFn(on_policy=True, reference_policy_kl_penalty=0)
     equal = training_batch(at.out, [1.0] * 4, advantages=[0.0] * 4)
-    with pytest.warns(LoopWarning, match="all equal"):
+    with pytest.warns(LoopWarning, match="completions are equal"):
         assert at.p.train(equal, loss)["frac_reward_zero_std"] == 1
     half = training_batch(at.out, [1.0, 1.0, 1.0, 0.0], advantages=[0.0, 0.0, 1.0, -1.0])
     assert at.p.train(half, loss, eval_mode=True)["frac_reward_zero_std"] == 0.5

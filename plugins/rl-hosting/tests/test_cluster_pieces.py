@@ -156,7 +156,7 @@ def test_an_empty_batch_is_dealt_and_collected() -> None:
 def test_a_global_batch_of_no_rows_is_refused() -> None:
     ones = torch.ones(4, 1, dtype=torch.int64)
     batch = BatchedDataDict({"input_ids": ones, "input_lengths": ones[:, 0]})
-    with pytest.raises(DataError, match="global batch of 0"):
+    with pytest.raises(DataError, match="global batch size 0"):
         training_shards(batch, 2, 0, 1)
 
 

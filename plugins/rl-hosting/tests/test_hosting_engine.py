@@ -37,7 +37,9 @@ class Computing(Engine):
 @pytest.mark.parametrize("raises", [True, False], ids=["in a step", "as a row that failed"])
 def test_an_engine_that_cannot_compute_is_refused(raises: bool) -> None:
     engine = Computing(RuntimeError("Unsupported attention: head_dim=16"), raises=raises)
-    with pytest.raises(ConfigError, match=r"loads tiny and cannot compute .*head_dim=16") as caught:
+    with pytest.raises(
+        ConfigError, match=r"loaded tiny, but cannot compute .*head_dim=16"
+    ) as caught:
         engine.check_rows("tiny")
     assert caught.value.fix
 

@@ -43,19 +43,19 @@ def framed(message: Any, version: int = PROTOCOL) -> bytes:
 
 #: What an engine writes to its socket, and a word of the error.
 NONSENSE = {
-    "garbage": (b"\xff" * 64, "version 255"),
-    "printed": (b"INFO: hello\n", "version 73"),
-    "version": (framed(Progress(), version=PROTOCOL + 1), f"version {PROTOCOL + 1}"),
+    "garbage": (b"\xff" * 64, "protocol 255"),
+    "printed": (b"INFO: hello\n", "protocol 73"),
+    "version": (framed(Progress(), version=PROTOCOL + 1), f"protocol {PROTOCOL + 1}"),
     "endless": (HEAD.pack(PROTOCOL, 1 << 60), "a frame of"),
-    "no message": (framed(b"\xc1"), "no message"),
-    "no map": (framed({"hello": 1}), "no message"),
-    "tag": (framed(["goodbye"]), "no message"),
-    "types": (framed(["reply", "one", 2, 3]), "no message"),
-    "rows": (framed(["progress", [["x"]]]), "no message"),
-    "row without tokens": (framed(["progress", [{"row": 0}]]), "no message"),
-    "error": (framed(["progress", [], {0: "torn"}]), "no message"),
-    "second hello": (framed(Hello({}, "?")), "no message"),
-    "request": (framed(Request("start")), "no message"),
+    "no message": (framed(b"\xc1"), "malformed message"),
+    "no map": (framed({"hello": 1}), "malformed message"),
+    "tag": (framed(["goodbye"]), "malformed message"),
+    "types": (framed(["reply", "one", 2, 3]), "malformed message"),
+    "rows": (framed(["progress", [["x"]]]), "malformed message"),
+    "row without tokens": (framed(["progress", [{"row": 0}]]), "malformed message"),
+    "error": (framed(["progress", [], {0: "torn"}]), "malformed message"),
+    "second hello": (framed(Hello({}, "?")), "malformed message"),
+    "request": (framed(Request("start")), "malformed message"),
     "unknown row": (framed(Progress([Completion(1 << 40, [], [], True)])), "was never given"),
 }
 #: What does no harm: what is about nothing that anybody waits for.
@@ -188,7 +188,7 @@ def test_frames_of_all_sizes_cross_each_other(ends):
 def test_a_side_that_takes_nothing_is_given_up(ends):
     ours, _ = ends
     begun = time.monotonic()
-    with pytest.raises(DeadlineError, match="took nothing"):
+    with pytest.raises(DeadlineError, match="did not read a message"):
         ours.send(encode(Reply(1, "x" * 10_000_000)), 0.2)
     assert time.monotonic() - begun < SOON
     with pytest.raises(BrokenPipeError, match="a part of an earlier frame"):
@@ -228,7 +228,7 @@ def test_another_version_is_refused_by_both(ends):
     ours, theirs = ends
     ours._end.sendall(framed(Progress(), version=PROTOCOL + 1))
     with pytest.raises(
-        IncompatiblePluginError, match=f"version {PROTOCOL + 1} .* this one {PROTOCOL}"
+        IncompatiblePluginError, match=f"protocol {PROTOCOL + 1} .* this side {PROTOCOL}"
     ):
         theirs.receive()
 

@@ -121,8 +121,14 @@ def refused(path: Path | str, error: type[RLError], match: str, **config: Any) -
         (LLAMA, 3, {PIPELINE: 3}, r"3, .* 4 layers", PIPELINE),
         (LLAMA, 8, {PIPELINE: 8}, r"8, .* 4 layers", PIPELINE),
         (EXPERTS, 4, {EXPERT: 4}, r"4, .* 6 experts", EXPERT),
-        (EXPERTS, 4, {EXPERT: 3}, r"3, .* 4 data-parallel .* 4 ranks", EXPERT),
-        (EXPERTS, 2, {EXPERT: 2, PIPELINE: 2}, r"2, .* 1 data-parallel .* 2 ranks", EXPERT),
+        (EXPERTS, 4, {EXPERT: 3}, r"3, .* data-parallel size 4 .*world size 4", EXPERT),
+        (
+            EXPERTS,
+            2,
+            {EXPERT: 2, PIPELINE: 2},
+            r"2, .* data-parallel size 1 .*world size 2",
+            EXPERT,
+        ),
         (LLAMA, 2, {EXPERT: 2}, r"is 2, but the model has no experts", EXPERT),
         (LLAMA, 2, {SEQUENCE: True}, r"but tensor_model_parallel_size is 1", SEQUENCE),
         (EXPERTS, 3, {TENSOR: 3}, r"only if sequence_parallel is set", SEQUENCE),
@@ -226,7 +232,9 @@ def test_what_is_not_built_is_named(changed, unbuilt, family, settings, match):
 
 def test_an_architecture_without_a_mapping_names_those_that_have_one(changed, unbuilt):
     path = changed(model_type="gpt2")
-    error = refused(path, ConfigError, r"'gpt2'; mapped are llama, qwen2, qwen3, qwen3_moe")
+    error = refused(
+        path, ConfigError, r"'gpt2'; rl-megatron supports llama, qwen2, qwen3, qwen3_moe"
+    )
     assert "set architecture" in error.fix
     (path / "config.json").write_text("{}")
     refused(path, ConfigError, "architecture ''")
@@ -308,7 +316,7 @@ def test_files_that_are_missing_or_cut_short_are_named(tiny, tmp_path, unbuilt):
 
 def test_a_worker_of_several_needs_a_port(tiny, unbuilt):
     worker = WorkerContext(rank=0, world_size=2, master_addr="127.0.0.1", master_port=0)
-    refused(tiny(), ConfigError, "no port to meet at", worker=worker, **{TENSOR: 2})
+    refused(tiny(), ConfigError, "no port at which rank 0 listens", worker=worker, **{TENSOR: 2})
 
 
 def test_peers_that_do_not_come_are_waited_for_no_longer_than_said(tiny, unbuilt, monkeypatch):

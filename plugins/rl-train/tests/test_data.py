@@ -158,7 +158,7 @@ def test_a_hub_that_cannot_be_reached_says_what_else_there_is(
         raise ConnectionError("Couldn't reach 'who/what' on the Hub")
 
     monkeypatch.setattr(datasets, "load_dataset", unreachable)
-    with pytest.raises(ConfigError, match=r"neither a file.*reach 'who/what'[^$]*hf download"):
+    with pytest.raises(ConfigError, match=r"is not a file.*reach 'who/what'[^$]*hf download"):
         load_rows({"path": "who/what"})
 
 
@@ -168,7 +168,9 @@ def test_long_prompts_are_dropped_refused_or_cut(tmp_path: Path, tokenizer: Any)
     config = {"path": path, "max_prompt_tokens": 5, "answer": "solution"}
     rows = load_rows(config, plain)
     assert (len(rows), rows.dropped, rows[0]["answer"], rows.place(0)[-6:]) == (1, 1, 5, "line 2")
-    with pytest.raises(DataError, match=r"line 1: has 8 tokens, and the limit is 5 \(1 of 2"):
+    with pytest.raises(
+        DataError, match=r"line 1: the prompt has 8 tokens, and the limit is 5 \(1 of 2"
+    ):
         load_rows({**config, "long_prompts": "error"}, plain)
     cut = {**config, "long_prompts": "cut"}
     assert len(load_rows(cut, plain)) == 2
