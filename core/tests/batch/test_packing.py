@@ -167,9 +167,7 @@ def test_bins_are_a_multiple_and_enough_and_within_capacity(data, multiple, rows
 
 @pytest.mark.parametrize("asked", [{"bin_multiple": 3}, {"min_bin_count": 3}])
 def test_fewer_sequences_than_bins_is_an_error(asked):
-    with pytest.raises(
-        DataError, match="3 bins were requested, but there are only 2 sequences, which need 1"
-    ):
+    with pytest.raises(DataError, match="3 bins were requested for 2 sequences, which need 1"):
         pack([5, 5], 10, **asked)
 
 

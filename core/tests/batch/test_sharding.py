@@ -155,12 +155,12 @@ def test_a_plan_does_not_outlive_a_new_order():
         (
             {"shards": 4, "dynamic_batching_args": {"max_tokens_per_microbatch": 9}},
             DataError,
-            "rows or groups equally over 4 shards",
+            "rows or groups over 4 shards",
         ),
         (
             {"shards": 8, "sequence_packing_args": {"max_tokens_per_microbatch": 9}},
             DataError,
-            "8 bins were requested, but there are only 6 sequences, which need 3",
+            "8 bins were requested for 6 sequences, which need 3",
         ),
         (
             {

@@ -136,8 +136,7 @@ def plan_shards(
         raise DataError(
             f"{batch_size} rows cannot be cut into {shards} equal shards"
             + (f" of complete groups of {group_size}" if group_size > 1 else ""),
-            fix=f"use a multiple of {shards * group_size} rows, or allow_uneven_shards=True and no "
-            "batch_size",
+            fix=f"use a multiple of {shards * group_size}, or allow_uneven_shards, no batch_size",
         )
     chunks = size // batch_size if batch_size else 0
     per_shard = groups.reshape(chunks, shards, batch_size // shards).transpose(0, 1)
@@ -214,8 +213,7 @@ def plan_dynamic(
     shards = scope.shards
     if len(groups) % shards:
         raise DataError(
-            f"dynamic batching cannot split {len(groups)} rows or groups equally over {shards}"
-            " shards",
+            f"dynamic batching cannot split {len(groups)} rows or groups over {shards} shards",
             fix=f"use a multiple of {shards}, or sequence_packing_args, which need none",
         )
     widths = _round_up(groups, options.get("sequence_length_round", 1))

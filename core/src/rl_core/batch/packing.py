@@ -95,8 +95,7 @@ def pack(
         return bins
     if len(sizes) < wanted:
         raise DataError(
-            f"{wanted} bins were requested, but there are only {len(sizes)} sequences, which need "
-            f"{len(bins)}",
+            f"{wanted} bins were requested for {len(sizes)} sequences, which need {len(bins)}",
             fix="give at least one sequence for each bin: use a larger batch, or fewer shards",
         )
     loads = bin_loads(sizes, bins).tolist()
