@@ -121,7 +121,9 @@ def test_a_soft_cap_that_the_weights_do_not_reach_is_seen(tmp_path, caplog):
     not Gemma2PreTrainedModel._supports_sdpa, reason="transformers itself never fuses it there"
 )
 def test_the_fused_attention_that_is_asked_for_is_refused_where_it_is_not_the_models(made):
-    with pytest.raises(ConfigError, match="is not that of Gemma2ForCausalLM") as refused:
+    with pytest.raises(
+        ConfigError, match="does not compute the attention of Gemma2ForCausalLM"
+    ) as refused:
         HuggingFacePolicy(str(made("soft cap")), attn_implementation="sdpa")
     assert refused.value.details["key"] == "attn_implementation"
 

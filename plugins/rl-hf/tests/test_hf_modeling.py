@@ -113,7 +113,7 @@ def test_a_model_without_a_pad_token_says_what_to_set(broken: Path):
         file.unlink()
     edit(broken / "config.json", pad_token_id=None)
     model = load(broken)
-    with pytest.raises(ConfigError, match="has no pad token") as caught:
+    with pytest.raises(ConfigError, match="has a pad token") as caught:
         model_facts(model, None, {"model_name": str(broken)})
     assert caught.value.details["key"] == "pad_token_id"
     assert model_facts(model, None, {"pad_token_id": 7}).pad_token_id == 7

@@ -120,7 +120,7 @@ def test_a_manifest_names_no_files_elsewhere(tiny, tmp_path, name):
     content = json.loads(manifest.read_text())
     content["files"][name] = [0, ""]
     manifest.write_text(json.dumps(content))
-    with pytest.raises(CheckpointError, match="is not in it"):
+    with pytest.raises(CheckpointError, match="is outside of it"):
         policy.load_checkpoint(tmp_path / "ck")
 
 

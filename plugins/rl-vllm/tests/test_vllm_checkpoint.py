@@ -42,7 +42,7 @@ BROKEN = {
     ),
     "config.json is no object": (
         lambda path: (path / "config.json").write_text("[]"),
-        r"config\.json is no JSON object",
+        r"config\.json is not a JSON object",
     ),
     "the tokenizer is cut": (
         lambda path: cut(path / "tokenizer.json"),
@@ -66,11 +66,11 @@ BROKEN = {
     ),
     "the weights are a pointer": (
         lambda path: (path / "model.safetensors").write_text("version https://git-lfs.github.com"),
-        "pointer of Git LFS",
+        "a Git LFS pointer",
     ),
     "a shard is missing": (
         lambda path: index(path, a="model-00001-of-00002.safetensors"),
-        r"names model-00001-of-00002\.safetensors for 1 tensors",
+        r"names the file model-00001-of-00002\.safetensors, which does not exist",
     ),
     "a shard lacks a tensor": (
         lambda path: index(path, nothing="model.safetensors"),

@@ -223,7 +223,7 @@ def read_json(file: Path) -> dict[str, Any]:
         if not isinstance(content, dict):
             raise ValueError("it is not a JSON object")  # noqa: TRY004 - it is the file's value
     except FileNotFoundError as error:
-        what = f"{file.parent} is not a checkpoint, or not a complete one: it has no {file.name}"
+        what = f"{file.parent} is not a checkpoint, or an incomplete one: it has no {file.name}"
         raise _refused(file, what, "give a directory that save_checkpoint wrote") from error
     except (OSError, ValueError) as error:
         raise _refused(file, f"{file} cannot be read, or is not valid JSON: {error}") from error
