@@ -108,6 +108,8 @@ def _short(value: Any) -> str:
     """A value in a few words; of a batch its rows and its unusual columns."""
     if hasattr(value, "tolist"):
         value = value.tolist()
+    if isinstance(value, str) and value.startswith("/"):
+        value = f".../{value.rpartition('/')[2]}"
     if isinstance(value, str | int | float | list | tuple | None):
         text = repr(value)
     elif hasattr(value, "keys") and "input_lengths" in value:
