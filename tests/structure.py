@@ -51,7 +51,7 @@ SINGLE = {
     "rl_train": 8.3,
     "rl_trl": 10.0,
     "rl_vllm": 5.8,
-    "rl_conformance": 6.0,
+    "rl_conformance": 5.9,
 }
 #: What the goal is for every distribution, and the bar of a new one.
 SINGLE_GOAL = 6.0
