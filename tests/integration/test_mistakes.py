@@ -465,7 +465,11 @@ RUNS: dict[str, tuple[list[str], dict[str, str | bytes], str]] = {
     "TRL: output_dir": (["output_dir=x"], {}, "write 'output' instead"),
     "TRL: save_steps": (["save_steps=9"], {}, "write `checkpoint: {every: ...}`"),
     "TRL: report_to": (["report_to=wandb"], {}, "write `log: {to: ...}`"),
-    "TRL: reward_weights": (["reward_weights=[1]"], {}, "[{function: ..., weight: ...}]}`"),
+    "TRL: reward_weights": (
+        ["reward_weights=[1]"],
+        {},
+        "write `rewards: [{function: ..., weight",
+    ),
     "TRL: train_dataset": (["train_dataset=x"], {}, "write `data: {path: ...}`"),
     "TRL: gradient_accumulation_steps": (
         ["gradient_accumulation_steps=2"],

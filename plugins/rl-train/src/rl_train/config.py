@@ -90,12 +90,7 @@ class RewardsConfig(TypedDict):
             that are passed as objects.
     """
 
-    functions: NotRequired[
-        Annotated[
-            list[str | RewardConfig],
-            AlsoCalled("weights reward_weights", "[{function: ..., weight: ...}]"),
-        ]
-    ]
+    functions: NotRequired[list[str | RewardConfig]]
     deadline_s: NotRequired[Annotated[float, Range(gt=0)]]
     workers: NotRequired[Annotated[int, Range(ge=0)]]
 
@@ -223,7 +218,11 @@ class RunConfig(TypedDict):
     restarts: NotRequired[Annotated[int, Range(ge=0)]]
     data: NotRequired[DataConfig]
     rewards: NotRequired[
-        Annotated[RewardsConfig | list[str | RewardConfig], AlsoCalled("reward_funcs reward_fn")]
+        Annotated[
+            RewardsConfig | list[str | RewardConfig],
+            AlsoCalled("reward_funcs reward_fn"),
+            AlsoCalled("weights reward_weights", "[{function: ..., weight: ...}]"),
+        ]
     ]
     grpo: NotRequired[GrpoConfig]
     loss: NotRequired[dict[str, Any]]
