@@ -59,6 +59,7 @@ LOSSES: dict[str, LossFunction] = {
     ),
     "entropy": GRPOLossFn(entropy_bonus=0.1, entropy_min=1.2),
     "dpo": DPOLossFn(label_smoothing=0.1, sft_loss_weight=0.5),
+    "dpo-weighted": DPOLossFn(weighted=True, length_desensitization=0.5),
     "dpo-average": DPOLossFn(
         preference_average_log_probs=True, sft_loss_weight=0.5, sft_average_log_probs=True
     ),
@@ -225,7 +226,7 @@ def test_a_batch_without_anything_valid_has_loss_zero_and_gradient_zero(
 
 
 # These have gradients that are not their values' by design, and tests of their own.
-SURROGATE = {"grpo-on-policy", "cispo", "sapo", "dppo", "dppo-kl", "vespo"}
+SURROGATE = {"grpo-on-policy", "cispo", "sapo", "dppo", "dppo-kl", "vespo", "dpo-weighted"}
 
 
 @pytest.mark.parametrize("name", sorted(LOSSES.keys() - SURROGATE))

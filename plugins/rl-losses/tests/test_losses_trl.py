@@ -256,24 +256,39 @@ def test_the_top_entropy_mask_is_trls_at_its_threshold() -> None:
     torch.testing.assert_close(own, gradient)
 
 
-def trl_dpo(rows: dict[str, torch.Tensor], name: str, beta: float, smoothing: float) -> Any:
-    """Value, and gradient to the log-probs, of TRL's DPO; the first half of the rows is chosen."""
-    logps = rows["old"].clone().requires_grad_()
+def trl_dpo(
+    rows: dict[str, torch.Tensor],
+    name: str,
+    beta: float,
+    smoothing: float,
+    ld_alpha: float | None = None,
+    use_weighting: bool = False,
+) -> Any:
+    """Value, and gradient to the logits, of TRL's DPO; the first half of the rows is chosen."""
+    logits = rows["logits"].clone().requires_grad_()
+    scores = logits.log_softmax(-1)
+    logps = scores.gather(-1, rows["tokens"][..., None])[..., 0]
     mask = torch.nn.functional.pad(rows["mask"], (1, 0))
     output = SimpleNamespace(
         log_probs=logps * rows["mask"],
         entropy=rows["old"],
         mean_logits=rows["old"],
         is_top1=rows["mask"].bool(),
+        log_sum_sq_probs=scores.exp().square().sum(-1).log(),
     )
-    reference = (rows["reference"] * rows["mask"]).sum(-1)
+    reference = rows["reference"] * rows["mask"]
+    if ld_alpha is not None:
+        shorter = rows["mask"].sum(-1).view(2, -1).amin(0).repeat(2)[:, None]
+        beyond = torch.arange(WIDTH) >= shorter
+        reference = torch.where(beyond, ld_alpha * reference, reference)
+    reference = reference.sum(-1)
     me = SimpleNamespace(
         model=SimpleNamespace(training=False),
         accelerator=SimpleNamespace(
             device=torch.device("cpu"), gather=lambda x: x, gather_for_metrics=lambda x: x
         ),
         aux_loss_enabled=False,
-        ld_alpha=None,
+        ld_alpha=ld_alpha,
         precompute_ref_logps=True,
         f_divergence_type="reverse_kl",
         loss_types=[name],
@@ -281,7 +296,7 @@ def trl_dpo(rows: dict[str, torch.Tensor], name: str, beta: float, smoothing: fl
         beta=beta,
         label_smoothing=smoothing,
         args=SimpleNamespace(discopop_tau=0.05),
-        use_weighting=False,
+        use_weighting=use_weighting,
         _total_train_tokens=0,
         _metrics=defaultdict(lambda: defaultdict(list)),
     )
@@ -296,37 +311,42 @@ def trl_dpo(rows: dict[str, torch.Tensor], name: str, beta: float, smoothing: fl
         },
         False,
     )
-    return loss, torch.autograd.grad(loss, logps)[0]
+    return loss, torch.autograd.grad(loss, logits)[0]
 
 
-DPO_CASES = [
+DPO_CASES: list[tuple[str, float, str, dict[str, Any], dict[str, Any]]] = [
     *(
-        (name, 0.2 if name in SMOOTHED else 0.0, name, {})
+        (name, 0.2 if name in SMOOTHED else 0.0, name, {}, {})
         for name in PREFERENCES
         if name not in ("sigmoid", "ipo")
     ),
-    ("sigmoid", 0.0, "sigmoid", {}),
-    ("ipo", 0.0, "ipo", {"preference_average_log_probs": True}),
-    ("sigmoid_norm", 0.0, "sigmoid", {"preference_average_log_probs": True}),
+    ("sigmoid", 0.0, "sigmoid", {}, {}),
+    ("ipo", 0.0, "ipo", {"preference_average_log_probs": True}, {}),
+    ("sigmoid_norm", 0.0, "sigmoid", {"preference_average_log_probs": True}, {}),
+    ("sigmoid", 0.0, "sigmoid", {"length_desensitization": 0.3}, {"ld_alpha": 0.3}),
+    ("sigmoid", 0.0, "sigmoid", {"weighted": True}, {"use_weighting": True}),
 ]
 
 
-@pytest.mark.parametrize(("theirs", "smoothing", "ours", "options"), DPO_CASES)
+@pytest.mark.parametrize(("theirs", "smoothing", "ours", "options", "more"), DPO_CASES)
 def test_preferences_are_trls(
-    theirs: str, smoothing: float, ours: Any, options: dict[str, Any]
+    theirs: str, smoothing: float, ours: Any, options: dict[str, Any], more: dict[str, Any]
 ) -> None:
     rows = make_rows(7)
-    value, gradient = trl_dpo(rows, theirs, 0.3, smoothing)
+    value, gradient = trl_dpo(rows, theirs, 0.3, smoothing, **more)
     pairs = torch.arange(ROWS).reshape(2, -1).T.flatten()  # TRL has the chosen rows first
     loss_fn = DPOLossFn(beta=0.3, preference_loss=ours, label_smoothing=smoothing, **options)
-    logps = rows["old"].clone().requires_grad_()
+    logits = rows["logits"].clone().requires_grad_()
+    logps = logits.log_softmax(-1).gather(-1, rows["tokens"][..., None])[..., 0]
 
     def padded(values: torch.Tensor) -> torch.Tensor:
         return torch.nn.functional.pad(values[pairs], (1, 0))
 
+    whole = torch.nn.functional.pad(logits[pairs], (0, 0, 0, 1))
     loss, _ = loss_fn(
-        padded(logps),
+        whole if loss_fn.input_type is LossInputType.LOGIT else padded(logps),
         BatchedDataDict(
+            input_ids=padded(rows["tokens"]),
             token_mask=padded(rows["mask"]),
             sample_mask=torch.ones(ROWS),
             reference_policy_logprobs=padded(rows["reference"]),
@@ -335,4 +355,4 @@ def test_preferences_are_trls(
         global_valid_toks=rows["mask"].sum(),
     )
     torch.testing.assert_close(loss, value)
-    torch.testing.assert_close(torch.autograd.grad(loss, logps)[0], gradient)
+    torch.testing.assert_close(torch.autograd.grad(loss, logits)[0], gradient)

@@ -23,7 +23,7 @@ class Grouping(TypedDict, total=False):
         group_size: Rows of a group. Give this or ``prompt_ids``.
         prompt_ids: ``[B]`` or ``[B, S]``.
         sample_mask: ``[B]`` rows that count.
-        ignore_nan: Rows whose reward is NaN do not count; otherwise they are refused.
+        ignore_nan: Rows with a reward of NaN do not count; otherwise they are refused.
     """
 
     group_size: int | None

@@ -6,16 +6,16 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
+import torch
+
 from rl_core.errors import ConfigError, DataError
 from rl_core.interfaces import LossType
-from rl_core.interfaces.constraints import Range
+from rl_core.interfaces.constraints import AlsoCalled, Range
 from rl_losses._base import ConfiguredLoss, check_logprobs, read_tensor
-from rl_losses._shares import Shares, to_floats
+from rl_losses._shares import Shares, score, to_floats
 from rl_losses.preferences import PREFERENCES, SMOOTHED
 
 if TYPE_CHECKING:
-    import torch
-
     from rl_core.batch import BatchedDataDict
 
 __all__ = ["DPOLossFn"]
@@ -38,6 +38,9 @@ class DPOLossFn(ConfiguredLoss):
     2024, "Iterative Reasoning Preference Optimization", eq. 1). Everything is averaged over pairs:
     there are ``global_valid_seqs / 2`` of them.
 
+    ``length_desensitization`` is LD-DPO (Liu et al. 2024, arXiv 2409.06411), ``weighted`` WPO (Zhou
+    et al. 2024, arXiv 2406.11827, eq. 2).
+
     Metrics, averaged over pairs: ``preference_loss``, ``sft_loss`` (both before weighting),
     ``accuracy`` (share of pairs with a positive margin), ``rewards_chosen``, ``rewards_rejected``
     and ``rewards_margin``.
@@ -49,6 +52,11 @@ class DPOLossFn(ConfiguredLoss):
         preference_loss_weight: Factor on the preference term.
         preference_average_log_probs: Rewards are means over tokens, not sums, so that length has
             no effect.
+        length_desensitization: Factor on the log-ratios of those tokens of the longer answer that
+            are beyond the length of the shorter. 1 is off.
+        weighted: Whether the preference term of a pair is multiplied by how likely the policy is to
+            generate it: for both answers, the exponential of the mean log-prob, relative to the
+            mean that the policy would have there. Takes full logits.
         label_smoothing: Probability that a preference is wrong (chosen and rejected exchanged);
             for ``"sigmoid"``, ``"robust"`` and ``"exo_pair"``, which needs one above 0.
         sft_loss_weight: Factor on the chosen answer's negative log-likelihood.
@@ -75,6 +83,8 @@ class DPOLossFn(ConfiguredLoss):
     ] = "sigmoid"
     preference_loss_weight: Annotated[float, Range(ge=0, lt=math.inf)] = 1.0
     preference_average_log_probs: bool = False
+    length_desensitization: Annotated[float, Range(ge=0, le=1), AlsoCalled("ld_alpha")] = 1.0
+    weighted: Annotated[bool, AlsoCalled("use_weighting")] = False
     label_smoothing: Annotated[float, Range(ge=0, lt=0.5)] = 0.0
     sft_loss_weight: Annotated[float, Range(ge=0, lt=math.inf)] = 0.0
     sft_average_log_probs: bool = False
@@ -90,6 +100,8 @@ class DPOLossFn(ConfiguredLoss):
                 fix="set label_smoothing=1e-3, as its authors do",
                 key="label_smoothing",
             )
+        if self.weighted:
+            self._take_logits()
 
     def __call__(
         self,
@@ -102,9 +114,10 @@ class DPOLossFn(ConfiguredLoss):
         """See :class:`rl_core.interfaces.LossFunction`; ``inputs`` are log-probs ``[b, s]``.
 
         Args:
-            inputs: ``[b, s]`` log-probs, b even.
+            inputs: ``[b, s]`` log-probs, b even; with ``weighted`` ``[b, s, V]`` logits.
             data: ``token_mask`` ``[b, s]`` (1 on the answers), ``sample_mask`` ``[b]`` (equal
-                within a pair), ``reference_policy_logprobs`` ``[b, s]``.
+                within a pair), ``reference_policy_logprobs`` ``[b, s]``; ``input_ids`` ``[b, s]``
+                with ``weighted``.
             global_valid_seqs: 0-d count of valid rows, two for each pair.
             global_valid_toks: 0-d count of valid tokens; not used.
 
@@ -137,15 +150,26 @@ class DPOLossFn(ConfiguredLoss):
                 key="sample_mask",
                 row=row,
             )
+        expected = None
+        if self.weighted:
+            scores, inputs = score(inputs, data, shares, needed_by="DPOLossFn(weighted)")
+            # The logarithm of the mean probability of a token that the policy itself draws.
+            expected = shares.scatter((2 * scores.detach()).logsumexp(dim=-1))
         key = "reference_policy_logprobs"
         reference = read_tensor(data, key, [tuple(inputs.shape)], needed_by="DPOLossFn").to(inputs)
         check_logprobs(reference, shares.tokens, key, needed_by="DPOLossFn", strict=True)
         reduce = shares.row_mean if self.preference_average_log_probs else shares.row_sum
-        ratios = reduce(inputs - reference)
+        places = shares.tokens.cumsum(dim=1)
+        shorter = places[:, -1].view(-1, 2).amin(dim=1).repeat_interleave(2)[:, None]
+        factors = torch.where(places > shorter, self.length_desensitization, 1.0).to(inputs)
+        ratios = reduce((inputs - reference) * factors)
         chosen, rejected = self.beta * ratios[0::2], self.beta * ratios[1::2]
         margin = chosen - rejected
         cost = PREFERENCES[self.preference_loss]
         preference = cost(ratios[0::2], ratios[1::2], self.beta, self.label_smoothing)
+        if expected is not None:
+            likely = shares.row_mean(inputs.detach() - expected).exp()
+            preference = preference * likely[0::2] * likely[1::2]
         nll = shares.row_mean if self.sft_average_log_probs else shares.row_sum
         sft = -nll(inputs)[0::2]
         loss = self.preference_loss_weight * preference + self.sft_loss_weight * sft

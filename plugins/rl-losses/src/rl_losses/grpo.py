@@ -354,17 +354,13 @@ class GRPOLossFn(ConfiguredLoss):
         log_ratio = batch.logprobs - previous
         of_level = over_row(log_ratio, self.importance_ratio, shares.row_mean)
         step = Step(
+            options=self,
             shares=shares,
             logprobs=batch.logprobs,
             previous=previous,
             log_ratio=of_level,
             ratio=exp(of_level),
             advantages=batch.advantages(),
-            low=self.ratio_clip_min,
-            high=self.ratio_clip_max,
-            most=self.ratio_clip_c,
-            temperatures=(self.sapo_temperature_pos, self.sapo_temperature_neg),
-            gamma=(self.vespo_pos, self.vespo_neg),
             weights=weights,
         )
         ratio = step.ratio

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from rl_losses._shares import Shares
+    from rl_losses.grpo import GRPOLossFn
 
 __all__ = ["SURROGATES", "Step", "exp"]
 
@@ -28,35 +29,32 @@ def exp(log_ratio: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True, kw_only=True)
 class Step:
-    """The rows of a call, and the bounds of the step that the policy may take.
+    """The rows of a call, and the options that bound the step which the policy may take.
 
     Attributes:
+        options: Of the loss.
         shares: The masks.
         logprobs: ``[b, s]`` of the policy; 0 where masked.
         previous: ``[b, s]`` of the policy that the step starts from; 0 where masked.
         log_ratio: ``[b, s]`` of token or sequence, as ``importance_ratio`` chooses.
         ratio: ``[b, s]`` its exponential.
         advantages: ``[b, s]``; 0 where masked.
-        low: ``ratio_clip_min``.
-        high: ``ratio_clip_max``.
-        most: ``ratio_clip_c``.
-        temperatures: Of SAPO, for advantages above 0 and for the others.
-        gamma: k and lambda of VESPO, for advantages from 0 and for the others.
         weights: ``[b, s]`` importance weights of the engine's tokens, or None.
     """
 
+    options: GRPOLossFn
     shares: Shares
     logprobs: torch.Tensor
     previous: torch.Tensor
     log_ratio: torch.Tensor
     ratio: torch.Tensor
     advantages: torch.Tensor
-    low: float
-    high: float
-    most: float | None
-    temperatures: tuple[float, float]
-    gamma: tuple[tuple[float, float], tuple[float, float]]
     weights: torch.Tensor | None
+
+    @property
+    def clipped(self) -> torch.Tensor:
+        """``[b, s]`` the ratio within its bounds."""
+        return self.ratio.clamp(1 - self.options.ratio_clip_min, 1 + self.options.ratio_clip_max)
 
 
 #: ``[b, s]`` costs, and ``[b, s]`` bool: the tokens that a bound changes.
@@ -66,24 +64,24 @@ Costs = tuple[torch.Tensor, torch.Tensor]
 def clip(step: Step) -> Costs:
     """``max(-r A, -clip(r) A)``, where A < 0 at most ``c |A|``. Schulman 2017, eq. 7; Ye 2020."""
     plain = -step.advantages * step.ratio
-    clipped = step.ratio.clamp(1 - step.low, 1 + step.high)
-    cost = torch.maximum(plain, -step.advantages * clipped)
-    if step.most is not None:
-        bounded = torch.minimum(cost, -step.most * step.advantages)
+    cost = torch.maximum(plain, -step.advantages * step.clipped)
+    if step.options.ratio_clip_c is not None:
+        bounded = torch.minimum(cost, -step.options.ratio_clip_c * step.advantages)
         cost = torch.where(step.advantages < 0, bounded, cost)
     return cost, cost != plain
 
 
 def cispo(step: Step) -> Costs:
     """``-sg(clip(r)) A log pi``: every token learns, with a clipped weight. MiniMax-M1, eq. 4."""
-    weight = step.ratio.detach().clamp(1 - step.low, 1 + step.high)
+    weight = step.clipped.detach()
     return -weight * step.advantages * step.logprobs, weight != step.ratio
 
 
 def sapo(step: Step) -> Costs:
     """``-(4 / tau) sigmoid(tau (r - 1)) A``: a gate in place of the clip. Gao et al. 2025, SAPO."""
-    positive, negative = step.temperatures
-    tau = torch.where(step.advantages > 0, positive, negative).to(step.ratio)
+    options = step.options
+    taus = (options.sapo_temperature_pos, options.sapo_temperature_neg)
+    tau = torch.where(step.advantages > 0, *taus).to(step.ratio)
     cost = -(4 / tau) * torch.sigmoid(tau * (step.ratio - 1)) * step.advantages
     return cost, _none(step)
 
@@ -91,7 +89,7 @@ def sapo(step: Step) -> Costs:
 def gmpo(step: Step) -> Costs:
     """``-A exp(mean_t(clipped log r_t))``, one ratio for a row. Zhao et al. 2025, GMPO, eq. 4."""
     sign = step.advantages.sign()
-    clipped = step.log_ratio.clamp(-step.low, step.high)
+    clipped = step.log_ratio.clamp(-step.options.ratio_clip_min, step.options.ratio_clip_max)
     kept = sign * torch.minimum(sign * step.log_ratio, sign * clipped)
     ratio = exp(step.shares.row_mean(kept))[:, None]
     return -step.advantages * ratio, (sign != 0) & (kept != step.log_ratio)
@@ -107,9 +105,8 @@ def vespo(step: Step) -> Costs:
     if step.weights is not None:
         log_w = log_w + step.shares.row_sum(step.weights.clamp(min=_LEAST).log())
     log_w = log_w.clamp(math.log(_LEAST), MAX_LOG_RATIO)[:, None]
-    (k_pos, decay_pos), (k_neg, decay_neg) = step.gamma
-    k = torch.where(step.advantages >= 0, k_pos, k_neg)
-    decay = torch.where(step.advantages >= 0, decay_pos, decay_neg)
+    pairs = zip(step.options.vespo_pos, step.options.vespo_neg, strict=True)
+    k, decay = (torch.where(step.advantages >= 0, pos, neg) for pos, neg in pairs)
     phi = (decay * (1 - log_w.exp()) + k * log_w).exp()
     return -phi * step.advantages * step.logprobs, _none(step)
 
@@ -122,7 +119,8 @@ def reinforce(step: Step) -> Costs:
 def dppo(step: Step) -> Costs:
     """``-sg(min(r, c)) A log pi``, unless the probability moved beyond a bound. DPPO-Binary-TV."""
     moved = step.logprobs.detach().exp() - step.previous.exp()
-    return _trusted(step, torch.where(step.advantages > 0, moved <= step.high, moved >= -step.low))
+    low, high = step.options.ratio_clip_min, step.options.ratio_clip_max
+    return _trusted(step, torch.where(step.advantages > 0, moved <= high, moved >= -low))
 
 
 def dppo_kl(step: Step) -> Costs:
@@ -130,12 +128,13 @@ def dppo_kl(step: Step) -> Costs:
     now, before = step.logprobs.detach(), step.previous
     p, q = now.exp(), before.exp()
     kl = q * (before - now) + (1 - q) * ((1 - q + _LEAST) / (1 - p + _LEAST)).log()
-    gained = (kl <= step.high) | (p <= q)
-    return _trusted(step, torch.where(step.advantages > 0, gained, (kl <= step.low) | (p >= q)))
+    gained = (kl <= step.options.ratio_clip_max) | (p <= q)
+    lost = (kl <= step.options.ratio_clip_min) | (p >= q)
+    return _trusted(step, torch.where(step.advantages > 0, gained, lost))
 
 
 def _trusted(step: Step, kept: torch.Tensor) -> Costs:
-    weight = step.ratio.detach().clamp(max=math.inf if step.most is None else step.most)
+    weight = step.ratio.detach().clamp(max=step.options.ratio_clip_c or math.inf)
     return torch.where(kept, -weight * step.advantages * step.logprobs, 0.0), ~kept
 
 

@@ -99,7 +99,7 @@ def high_covariance(
     bounds: tuple[float, float] | None = None,
     generator: torch.Generator | None = None,
 ) -> torch.Tensor:
-    """Tokens whose log-prob and advantage vary together, which lowers the entropy the most.
+    """Tokens of which log-prob and advantage vary together, which lowers the entropy most.
 
     Without ``bounds`` these are the tokens of KL-Cov, for ``GRPOLossFn(kl_cov_penalty=...)``:
     ``data["high_covariance"] = high_covariance(data)``. With ``bounds`` they are those of Clip-Cov,
@@ -110,7 +110,7 @@ def high_covariance(
         data: ``advantages`` ``[B]`` or ``[B, S]``, ``prev_logprobs`` and ``token_mask`` ``[B, S]``,
             ``sample_mask`` ``[B]`` of the whole batch.
         fraction: Of the tokens that count, how many are chosen; at least one is.
-        bounds: Choose at random among tokens whose covariance is between the two, instead of the
+        bounds: Choose at random among tokens with a covariance between the two, instead of the
             tokens with the greatest.
         generator: For the random choice.
 

@@ -311,7 +311,8 @@ def grpo_step(study: Study, seconds: dict[str, float]) -> tuple[dict[str, float]
     metrics |= figures
     metrics |= {theirs: trained[ours] for ours, theirs in _OF_TRL.items() if ours in trained}
     # The ratio of the engine's and the trainer's probability before the steps, over all of them.
-    if worst := trained["all_mb_metrics"].get("token_mult_prob_error_max"):
+    unmoved = previous or loss.on_policy or grpo["updates"] == 1
+    if unmoved and (worst := trained["all_mb_metrics"].get("token_mult_prob_error_max")):
         metrics["logprob_error/max"] = math.log(max(worst))
     return metrics, made.shown
 
