@@ -57,7 +57,7 @@ class TopkKLLossFn(ConfiguredLoss):
         LossType.TOKEN_LEVEL
     )
     direction: Annotated[
-        Literal["forward", "reverse", "mixed", "jsd"], AlsoCalled("f_divergence_type")
+        Literal["forward", "reverse", "mixed", "jsd"], AlsoCalled("kl_type f_divergence_type")
     ] = "forward"
     renormalize: Annotated[
         Literal["reverse", "both", "none"], AlsoCalled("zero_outside_topk", "none (true) or both")

@@ -67,19 +67,24 @@ class DPOLossFn(ConfiguredLoss):
     group_size: ClassVar[int] = 2
     row_order: ClassVar[str] = "chosen, rejected, chosen, rejected, ..."
 
-    beta: Annotated[float, Range(gt=0, lt=math.inf)] = 0.1
-    preference_loss: Literal[
-        "sigmoid",
-        "robust",
-        "exo_pair",
-        "hinge",
-        "ipo",
-        "nca_pair",
-        "bco_pair",
-        "sppo_hard",
-        "apo_zero",
-        "apo_down",
-        "discopop",
+    beta: Annotated[float, Range(gt=0, lt=math.inf), AlsoCalled("reference_policy_kl_penalty")] = (
+        0.1
+    )
+    preference_loss: Annotated[
+        Literal[
+            "sigmoid",
+            "robust",
+            "exo_pair",
+            "hinge",
+            "ipo",
+            "nca_pair",
+            "bco_pair",
+            "sppo_hard",
+            "apo_zero",
+            "apo_down",
+            "discopop",
+        ],
+        AlsoCalled("loss_type"),
     ] = "sigmoid"
     preference_loss_weight: Annotated[float, Range(ge=0, lt=math.inf)] = 1.0
     preference_average_log_probs: bool = False

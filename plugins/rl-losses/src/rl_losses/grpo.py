@@ -143,7 +143,9 @@ class GRPOLossFn(ConfiguredLoss):
     loss_type: Annotated[LossType, AlsoCalled("loss_agg_mode token_level_loss")] = (
         LossType.TOKEN_LEVEL
     )
-    length_norm: Annotated[float | None, Range(gt=0, lt=math.inf)] = None
+    length_norm: Annotated[
+        float | None, Range(gt=0, lt=math.inf), AlsoCalled("loss_scale_factor")
+    ] = None
     surrogate: Annotated[
         Literal["clip", "cispo", "sapo", "gmpo", "dppo", "dppo_kl", "vespo", "reinforce"],
         AlsoCalled("use_cispo", "cispo"),
