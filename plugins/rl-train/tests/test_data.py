@@ -13,8 +13,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
 from rl_core.errors import ConfigError, DataError
-from rl_train.data import Encoder, Order, load_rows, pad
-from rl_train.episodes import TurnEncoder
+from rl_train.data import Order, load_rows
+from rl_train.encoding import Encoder, pad
 
 CHATML = (
     "{% if tools %}<|im_start|>system\nTools: {{ tools | tojson }}<|im_end|>\n{% endif %}"
@@ -277,12 +277,6 @@ def test_plain_pairs_share_what_they_have_in_common(tokenizer: Any) -> None:
     assert learned(plain, rejected) == " a<|im_end|>"
 
 
-def test_the_reference_answer_is_text(tokenizer: Any) -> None:
-    encoder = Encoder(tokenizer(CHATML), {})
-    assert encoder.answer_text({"prompt": "a", "answer": 42}) == "42"
-    assert encoder.answer_text({"prompt": "a", "completion": TALK[1:2]}) == "two"
-
-
 def test_an_order_goes_on_where_it_was_and_repeats_nothing_in_an_epoch() -> None:
     order = Order(10, seed=3)
     epochs = order.take(30)
@@ -314,11 +308,10 @@ def test_turns_of_an_environment_are_what_the_template_puts_between(
 ) -> None:
     """A turn that ended with its end token goes on after it; one that was cut has none."""
     chat = tokenizer(template)
-    encode = TurnEncoder(chat, chat=True, template={})
-    end = chat.eos_token_id
-    between = encode([{"role": "tool", "content": "42"}], end)
+    encoder, end = Encoder(chat, {}), chat.eos_token_id
+    between = encoder.between([{"role": "tool", "content": "42"}], end, {})
     assert chat.decode(between) == "\n<|im_start|>tool\n42<|im_end|>\n<|im_start|>assistant\n"
-    assert encode([{"role": "tool", "content": "42"}], end + 1) == [end, *between]
-    assert chat.decode(encode("=42", end)) == "=42"
+    assert encoder.between([{"role": "tool", "content": "42"}], end + 1, {}) == [end, *between]
+    assert chat.decode(encoder.between("=42", end, {})) == "=42"
     with pytest.raises(ConfigError, match="no chat template"):
-        TurnEncoder(chat, chat=False, template={})([{"role": "tool", "content": "42"}], end)
+        Encoder(chat, {"chat": False}).between([{"role": "tool", "content": "42"}], end, {})

@@ -20,7 +20,8 @@ from rich.console import Console
 from rl_core.errors import ConfigError, DataError
 from rl_train.curves import plot
 from rl_train.lines import LogError, read_metrics
-from rl_train.log import LogConfig, RunLog, generation_metrics
+from rl_train.log import LogConfig, RunLog
+from rl_train.metrics import generation_metrics
 
 ROW = {
     "prompt": [{"role": "user", "content": "2 + 2?"}],

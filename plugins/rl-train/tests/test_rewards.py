@@ -141,9 +141,10 @@ def test_async_calls_run_at_the_same_time(source: str) -> None:
     for workers in (0, 1):
         with Rewards([f"{source}:awaits"], workers=workers, deadline_s=20) as rewards:
             rewards.grade(["p"], ["a"])
+            began = time.monotonic()
             grades = rewards.grade([str(n) for n in range(50)], ["a"] * 50)
+            assert time.monotonic() - began < 5
         assert grades.total.sum() == 50
-        assert grades.seconds < 5
 
 
 @pytest.mark.parametrize("workers", [0, 1])
@@ -193,6 +194,23 @@ def test_a_process_that_dies_is_an_error_and_is_replaced(source: str) -> None:
         assert rewards.grade(["p"], ["a"]).total.tolist() == [1]
     with pytest.raises(LifecycleError, match="closed"):
         rewards.grade(["p"], ["a"])
+
+
+def test_processes_that_are_killed_once_cost_no_reward(tmp_path: Path) -> None:
+    """As by a system without memory; the calls of the other processes go on."""
+
+    def killed(prompts: list[str], where: list[str]) -> list[float]:
+        try:
+            (Path(where[0]) / prompts[0]).touch(exist_ok=False)
+        except FileExistsError:
+            return [1.0]
+        os.kill(os.getpid(), signal.SIGKILL)
+        return []
+
+    prompts = list("abcdef")
+    with Rewards([killed], workers=2) as rewards:
+        grades = rewards.grade(prompts, prompts, None, {"where": [str(tmp_path)] * 6})
+    assert grades.total.tolist() == [1] * 6
 
 
 PARENT = """

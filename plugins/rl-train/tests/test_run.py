@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +16,21 @@ import pytest
 from examples.additions import make_model
 
 import rl_train
-from rl_core.errors import CheckpointError, ConfigError, DeadlineError, RLError, WorkerDiedError
+from rl_core.errors import (
+    CheckpointError,
+    ConfigError,
+    DataError,
+    DeadlineError,
+    RLError,
+    WorkerDiedError,
+)
+from rl_hf.generation import HuggingFaceGeneration
 from rl_hf.policy import HuggingFacePolicy
 from rl_train import GRPOTrainer, Turn, train
 from rl_train.backends import Backends
 from rl_train.config import check_run, read_config
 from rl_train.methods import loss_of
+from rl_train.rewards import RewardError
 from rl_train.run import _Loop
 
 pytestmark = pytest.mark.xdist_group("rl-train")
@@ -420,3 +431,286 @@ def test_numbers_that_yaml_reads_as_text_elsewhere_are_numbers(tmp_path: Path) -
 )
 def test_the_examples_are_configured_rightly(file: Path) -> None:
     loss_of(check_run(*read_config(file)))
+
+
+# -- what may go wrong amid a run ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("batch_size", [1, 4])
+def test_an_evaluation_generates_as_many_rows_at_a_time_as_a_step(
+    batch_size: int, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sizes, evaluated = [], {}
+    generate = HuggingFaceGeneration.generate
+
+    def counted(self: Any, data: Any, greedy: bool = False) -> Any:
+        sizes.append(len(data["input_ids"]))
+        return generate(self, data, greedy)
+
+    monkeypatch.setattr(HuggingFaceGeneration, "generate", counted)
+    more: Any = {"steps": 1, "grpo": {"num_generations": 4}, "evaluation": {"samples": 2}}
+    for size in (batch_size, 36):
+        output = tmp_path / str(size)
+        config = configured(model, output, batch_size=size, **more)
+        evaluated[size] = train(config, rows=ROWS, eval_rows=ROWS[:9]).evaluations[0]
+        if size == batch_size:
+            assert max(sizes) == 4 * size
+    assert evaluated[batch_size] == evaluated[36]
+
+
+_LOCKS = """
+import sys
+from rl_train import train
+def waits(completions, **_):
+    print("ready", flush=True)
+    sys.stdin.read()
+train(eval(sys.argv[1]), rows=eval(sys.argv[2]), rewards=[waits])
+"""
+
+
+def test_a_second_run_in_the_same_folder_is_refused(model: Path, tmp_path: Path) -> None:
+    config = configured(model, tmp_path)
+    given = [sys.executable, "-c", _LOCKS, repr(config | {"rewards": {}}), repr(ROWS)]
+    pipes: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    with subprocess.Popen(given, stderr=subprocess.DEVNULL, **pipes) as other:
+        assert other.stdout.readline() == b"ready\n"
+        for resume in ("never", "auto"):
+            with pytest.raises(ConfigError, match=f"another run writes to {tmp_path}"):
+                train(config | {"checkpoint": {"resume": resume}}, rows=ROWS)
+        other.kill()
+    assert train(config, rows=ROWS).steps == 4
+
+
+def test_a_second_signal_ends_a_run_at_once(model: Path, tmp_path: Path) -> None:
+    config = configured(model, tmp_path, rewards={"workers": 0, "deadline_s": 600})
+    given = [sys.executable, "-c", _LOCKS, repr(config), repr(ROWS)]
+    pipes: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    for number, code in ((signal.SIGINT, -signal.SIGINT), (signal.SIGTERM, 143)):
+        with subprocess.Popen(given, **pipes) as run:
+            assert run.stdout.readline() == b"ready\n"
+            run.send_signal(number)
+            for line in run.stderr:
+                if b"a second one ends at once" in line:
+                    run.send_signal(number)
+                    break
+            run.stderr.read()
+        assert run.returncode == code
+        assert not list(tmp_path.glob("checkpoints/*"))
+
+
+def test_sigterm_amid_a_save_lets_it_end(
+    model: Path, tmp_path: Path, unbroken: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save = HuggingFacePolicy.save_checkpoint
+
+    def interrupted(self: Any, path: str) -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+        save(self, path)
+
+    (tmp_path / "checkpoints/.step-000001.partial/policy").mkdir(parents=True)  # of one killed
+    with monkeypatch.context() as patched:
+        patched.setattr(HuggingFacePolicy, "save_checkpoint", interrupted)
+        config = configured(model, tmp_path, checkpoint={"every": 2})
+        outcome = train(config, rows=ROWS, eval_rows=ROWS[:4])
+    assert (outcome.steps, outcome.stopped) == (2, "SIGTERM")
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-000002"]
+    config["checkpoint"]["resume"] = "auto"
+    train(config, rows=ROWS, eval_rows=ROWS[:4])
+    assert figures(tmp_path) == unbroken
+
+
+def test_a_run_that_is_stopped_in_its_first_evaluation_does_not_repeat_it(
+    model: Path, tmp_path: Path, unbroken: list[dict[str, Any]]
+) -> None:
+    def stops(completions: list[str], **_: Any) -> list[float]:
+        if not list(tmp_path.glob("checkpoints/*")):
+            os.kill(os.getpid(), signal.SIGINT)
+        return last_digit(completions)
+
+    stops.__name__ = "last_digit"
+    config = configured(model, tmp_path, rewards={})
+    given: Any = {"rows": ROWS, "eval_rows": ROWS[:4], "rewards": [stops]}
+    assert train(config, **given).steps == 0
+    train(config | {"checkpoint": {"resume": "auto"}}, **given)
+    assert figures(tmp_path) == unbroken
+
+
+def test_a_replacement_that_does_not_start_is_one_of_the_restarts(
+    model: Path, tmp_path: Path, unbroken: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    starts, start_engine, refit = [], Backends.start_engine, Backends.refit
+
+    def start(self: Backends) -> None:
+        starts.append(None)
+        if len(starts) in (2, 3):
+            raise WorkerDiedError("it ended while it started", fix="look")
+        start_engine(self)
+
+    def fails(self: Backends, version: int) -> Any:
+        if len(starts) == 1 and version == 3:
+            raise WorkerDiedError("the engine is dead", fix="look")
+        return refit(self, version)
+
+    monkeypatch.setattr(Backends, "start_engine", start)
+    monkeypatch.setattr(Backends, "refit", fails)
+    train(configured(model, tmp_path), rows=ROWS, eval_rows=ROWS[:4])
+    assert len(starts) == 4
+    assert figures(tmp_path) == unbroken
+
+
+def test_a_run_goes_on_with_the_same_data_and_configuration_alone(
+    model: Path, tmp_path: Path
+) -> None:
+    config = configured(model, tmp_path, steps=2, checkpoint={"every": 1, "resume": "auto"})
+    train(config, rows=ROWS)
+    changed = [{**ROWS[0], "answer": "5"}, *ROWS[1:]]
+    with pytest.raises(ConfigError, match=r"rows of data are not those with which .*step-000002"):
+        train(config, rows=changed)
+    with pytest.raises(ConfigError, match="rows of data are not those"):
+        train(config, rows=ROWS[1:])
+    other = make_model(tmp_path / "other", seed=1, layers=1)
+    for key, value, words in (
+        ("seed", 1, "policy.seed was 0, is 1; seed was 0, is 1"),
+        ("model", str(other), f"model was '{model}', is '{other}'"),
+    ):
+        with pytest.raises(ConfigError, match=words):
+            train(config | {key: value}, rows=ROWS)
+    config["checkpoint"]["resume"] = str(tmp_path / "nowhere")
+    with pytest.raises(CheckpointError, match="no checkpoint of a run"):
+        train(config, rows=ROWS)
+    # Going back to an earlier one makes the later ones another run's.
+    config["checkpoint"] = {"every": 0, "resume": str(tmp_path / "checkpoints/step-000001")}
+    assert train(config | {"steps": 3}, rows=ROWS).steps == 3
+    there = sorted(path.name for path in (tmp_path / "checkpoints").iterdir())
+    assert there == ["step-000001", "step-000002.before", "step-000003"]
+
+
+LONG = [{"prompt": "1+" * 40 + "1=", "completion": "2"}]
+SHORT = [{"prompt": "1+1=", "completion": "2"}] * 8
+
+
+@pytest.mark.parametrize("method", ["grpo", "sft"])
+def test_rows_that_are_longer_than_the_context_are_left_out_and_counted(
+    method: str, model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The model's context is 64; without this the step with such a row would fail, each time."""
+    config = configured(model, tmp_path, method=method, steps=3)
+    train(config, rows=[*LONG, *SHORT], eval_rows=[*SHORT[:2], *LONG])
+    assert "8 rows (1 more are too long and left out)" in capsys.readouterr().err
+    config |= {"data": {"long_prompts": "error"}, "output": str(tmp_path / "other")}
+    with pytest.raises(DataError, match=r"row 0: the row needs \d+ tokens, .* context is 64; 1 of"):
+        train(config, rows=[*LONG, *SHORT])
+    if method == "grpo":
+        config["data"]["long_prompts"] = "cut"
+        assert train(config, rows=[*LONG, *SHORT]).steps == 3
+
+
+def test_prompts_that_are_never_of_use_end_the_run_with_what_to_do(
+    model: Path, tmp_path: Path
+) -> None:
+    calls = []
+
+    def equal(completions: list[str], **_: Any) -> list[float]:
+        calls.append(None)
+        return [0.5] * len(completions)
+
+    config = configured(model, tmp_path, rewards={}, batch_size=1)
+    config["grpo"] |= {"equal_rewards": "redraw", "max_redraws": 2}
+    with pytest.raises(RewardError, match=r"same reward, for each of 3 prompts.*have 0\.5"):
+        train(config, rows=ROWS, rewards=[equal])
+    assert len(calls) == 3
+
+
+def test_without_rows_there_is_no_evaluation_and_an_empty_file_is_an_error(
+    model: Path, tmp_path: Path
+) -> None:
+    config = configured(model, tmp_path, steps=1, batch_size=1)
+    assert train(config, rows=ROWS, eval_rows=[]).evaluations == {}
+    (tmp_path / "none.jsonl").write_text("")
+    config["evaluation"] = {"data": {"path": str(tmp_path / "none.jsonl")}}
+    with pytest.raises(DataError, match=r"none\.jsonl has no rows"):
+        train(config | {"output": str(tmp_path / "other")}, rows=ROWS)
+
+
+class Misbehaves:
+    """An environment that does what it is configured to."""
+
+    def __init__(self, how: str) -> None:
+        self.how = how
+
+    def step(self, completion: str, row: Any) -> Any:
+        if self.how == "raises":
+            raise KeyError("no such tool")
+        if self.how == "hangs" and row["answer"] == "0":
+            threading.Event().wait()
+        replies = {"long": Turn("1" * 100), "nan": Turn(reward=float("nan")), "none": None}
+        return replies.get(self.how, Turn(done=True, reward=1.0))
+
+
+def played(model: Path, output: Path, how: str, **more: Any) -> Any:
+    config = configured(model, output, steps=1, batch_size=36, **more)
+    del config["rewards"]
+    environment = {"function": f"{__file__}:Misbehaves", "options": {"how": how}, "deadline_s": 0.5}
+    return train(config | {"environment": environment}, rows=ROWS, eval_rows=ROWS[:2])
+
+
+@pytest.mark.parametrize(
+    ("how", "words"),
+    [
+        ("raises", "environment failed in turn 1 .*KeyError: 'no such tool'"),
+        ("none", "returned None, not rl_train.Turn"),
+        ("nan", "reward nan, which is not finite"),
+    ],
+)
+def test_an_environment_that_fails_is_an_error_of_the_step(
+    how: str, words: str, model: Path, tmp_path: Path
+) -> None:
+    with pytest.raises(RewardError, match=words):
+        played(model, tmp_path, how)
+
+
+def test_an_environment_that_never_ends_costs_its_episode(model: Path, tmp_path: Path) -> None:
+    metrics = played(model, tmp_path, "hangs").metrics
+    assert metrics["rewards/timed_out"] == 4  # the completions of one prompt
+    assert metrics["reward"] == pytest.approx(35 / 36)
+
+
+def test_a_reply_that_is_too_long_ends_the_episode(model: Path, tmp_path: Path) -> None:
+    metrics = played(model, tmp_path, "long").metrics
+    assert metrics["completions/clipped_ratio"] == 1
+    assert metrics["completions/max_length"] <= 4
+
+
+def test_evaluations_of_several_turns_can_be_greedy(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls, generate = [], HuggingFaceGeneration.generate
+
+    def seen(self: Any, data: Any, greedy: bool = False) -> Any:
+        calls.append(greedy)
+        return generate(self, data, greedy)
+
+    monkeypatch.setattr(HuggingFaceGeneration, "generate", seen)
+    played(model, tmp_path, "ends", evaluation={"greedy": True})
+    assert calls[:2] == [True, True]
+    assert not any(calls[2:-2])
+
+
+@pytest.mark.parametrize(
+    "key", ["generation.num_generations", "policy.num_samples", "generation.n"]
+)
+def test_completions_per_prompt_have_one_key(key: str, model: Path) -> None:
+    with pytest.raises(ConfigError, match=r"write grpo\.num_generations"):
+        check_run(*read_config(None, [f"model={model}", f"{key}=4"]))
+    given, origins = read_config(None, [f"model={model}", "grpo.num_samples=4"])
+    with pytest.raises(ConfigError, match="write 'num_generations' instead of 'num_samples'"):
+        check_run(given, origins)
+
+
+def test_a_cluster_that_is_not_installed_is_named(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "rl_ray", None)
+    config = configured(model, tmp_path, placement={"policy": {"where": "ray"}})
+    with pytest.raises(ConfigError, match="install rl-ray"):
+        train(config, rows=ROWS)

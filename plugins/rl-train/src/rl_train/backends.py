@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from typing import TYPE_CHECKING, Any
 
 from rl_core import create_generation, create_policy, refit
-from rl_core.errors import ConfigError
+from rl_core.errors import BrokenPluginError, ConfigError
 from rl_core.plugins.discovery import load_object
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
     from rl_core import ColocatablePolicyInterface, GenerationInterface
     from rl_core.interfaces import Cluster
     from rl_core.weights.report import RefitReport
@@ -35,20 +33,19 @@ class Backends:
 
     Attributes:
         policy: What trains.
+        generation: The engine, for GRPO; a new object after :meth:`start_engine`.
         report: Of the newest refit.
     """
 
     policy: ColocatablePolicyInterface
-    report: RefitReport | None = None
+    generation: GenerationInterface
+    report: RefitReport
 
     def __init__(self, config: RunConfig, *, resume_from: str | None = None) -> None:
         self._config = config
-        self._stack = ExitStack()
-        self._engine = ExitStack()
-        self._generation: GenerationInterface | None = None
+        self._stack, self._engine = ExitStack(), ExitStack()
         colocated = config["generation"].get("colocated") or {"enabled": True}
-        #: Whether the two take turns on the same devices.
-        self.colocated: bool = colocated["enabled"]
+        self._colocated: bool = colocated["enabled"]
         with ExitStack() as failed:
             failed.callback(self.close)
             policy = dict(config["policy"])
@@ -60,27 +57,21 @@ class Backends:
                 self.start_engine()
             failed.pop_all()
 
-    @property
-    def generation(self) -> GenerationInterface:
-        """The engine; a new object after :meth:`start_engine`."""
-        assert self._generation is not None, "only GRPO has an engine"
-        return self._generation
-
     def start_engine(self) -> None:
         """Starts the engine, or another one in the place of one that died."""
-        self._engine.close()
-        self._generation = create_generation(
-            self._config["generation"], self._cluster("generation", self._engine)
-        )
-        self._engine.callback(self._generation.shutdown)
+        with suppress(Exception):  # one that died may not end in order
+            self._engine.close()
+        cluster = self._cluster("generation", self._engine)
+        self.generation = create_generation(self._config["generation"], cluster)
+        self._engine.callback(self.generation.shutdown)
 
     def refit(self, version: int) -> RefitReport:
         """Gives the policy's weights to the engine, as the given version."""
-        if self.colocated:
+        if self._colocated:
             self.policy.offload_before_refit()
         options: dict[str, Any] = {"version": version, **self._config["refit"]}
         self.report = refit(self.policy, self.generation, **options)
-        if self.colocated:
+        if self._colocated:
             self.policy.offload_after_refit()
         return self.report
 
@@ -90,31 +81,33 @@ class Backends:
             self._engine.close()
 
     def _cluster(self, kind: str, stack: ExitStack) -> Cluster | None:
-        placement: Mapping[str, Any] = self._config["placement"]
-        place: Mapping[str, Any] = placement.get(kind, {})
-        where = place.get("where", "here")
+        placement: Any = self._config["placement"]
+        place = placement.get(kind, {})
+        where, workers = place.get("where", "here"), place.get("workers", 1)
         if where == "here":
             return None
         name, distribution = _CLUSTERS[where]
+        key = f"placement.{kind}"
         try:
             cluster: Any = load_object(name)
-        except ImportError:
+        except BrokenPluginError as error:
+            if not isinstance(error.__cause__, ModuleNotFoundError):
+                raise
             raise ConfigError(
-                f"placement.{kind}.where is {where!r}, which {distribution} provides",
-                fix=f"install {distribution}, or leave placement.{kind} out",
-                key=f"placement.{kind}.where",
+                f"{key}.where is {where!r}, which {distribution} provides",
+                fix=f"install {distribution}, or leave {key} out",
+                key=f"{key}.where",
             ) from None
-        workers = place.get("workers", 1)
-        if where == "ray":
-            workers = workers if isinstance(workers, list) else [workers]
-            return stack.enter_context(cluster(workers, name=kind))  # type: ignore[no-any-return]
-        if isinstance(workers, list):
+        if where == "local" and isinstance(workers, list):
             raise ConfigError(
-                f"placement.{kind}.workers is {workers}, a list with one number for each node, but "
-                "all workers are on this host",
-                fix=f"give one number, or set placement.{kind}.where to ray",
-                key=f"placement.{kind}.workers",
+                f"{key}.workers is {workers}, a list with one number for each node, but all "
+                "workers are on this host",
+                fix=f"give one number, or set {key}.where to ray",
+                key=f"{key}.workers",
             )
-        return stack.enter_context(  # type: ignore[no-any-return]
-            cluster(workers, devices=place.get("devices"))
-        )
+        if where == "local":
+            made = cluster(workers, devices=place.get("devices"))
+        else:
+            made = cluster(workers if isinstance(workers, list) else [workers], name=kind)
+        entered: Cluster = stack.enter_context(made)
+        return entered

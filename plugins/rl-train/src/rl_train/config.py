@@ -8,7 +8,7 @@ before a model is loaded, and an error names the line of the file or the argumen
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -48,6 +48,10 @@ _PASSES = AlsoCalled("gradient_accumulation_steps", "prompts of all passes")
 _MINI = AlsoCalled("ppo_mini_batch_size", "completions of a step / those of a mini-batch")
 
 
+#: What other libraries call the completions per prompt.
+_SAMPLES = "num_samples n num_return_sequences num_generations_per_prompt group_size"
+
+
 class GrpoConfig(TypedDict, total=False):
     """How a step of GRPO generates and trains.
 
@@ -55,16 +59,19 @@ class GrpoConfig(TypedDict, total=False):
         num_generations: Completions per prompt. Default 8.
         updates: Optimizer steps that the completions of a step are split into; must divide their
             number. With 1, no log-probs from before the training are needed. Default 1.
-        advantages: Options of :func:`rl_losses.grpo_advantages`.
+        advantages: ``name`` (``grpo``, ``opo``, ``pass_at_k``, ``reinforce_plus_plus`` or ``gdpo``)
+            and options of :func:`rl_losses.grpo_advantages` or another function of that name.
+            Default: those of ``grpo``.
         equal_rewards: What happens to a prompt if all its completions have the same reward, and so
             advantages of 0: ``"keep"`` trains on it, ``"redraw"`` takes another prompt instead.
             Default ``"keep"``.
-        max_redraws: How many times a step may take other prompts. Default 4.
+        max_redraws: How many times a step may take other prompts. If all of these have equal
+            rewards, the run ends. Default 4.
         truncated: ``"keep"`` completions that reached ``max_new_tokens``, or ``"mask"`` them out of
             the loss. Default ``"keep"``.
     """
 
-    num_generations: Annotated[int, Range(ge=2), AlsoCalled("num_generations_per_prompt n")]
+    num_generations: Annotated[int, Range(ge=2), AlsoCalled(_SAMPLES)]
     updates: Annotated[int, Range(ge=1), _MINI]
     advantages: Annotated[
         dict[str, Any], AlsoCalled("scale_rewards normalize_rewards", "{normalize_std: ...}")
@@ -103,12 +110,15 @@ class EnvironmentConfig(TypedDict):
         options: Keyword arguments of the class.
         max_turns: Turns of the model in an episode. Default 8.
         workers: Episodes that run at the same time. Default: all of a step.
+        deadline_s: Seconds that the environment may take for an answer; the episode then ends.
+            Default 300.
     """
 
     function: str
     options: NotRequired[dict[str, Any]]
     max_turns: NotRequired[Annotated[int, Range(ge=1)]]
     workers: NotRequired[Annotated[int, Range(ge=1)]]
+    deadline_s: NotRequired[Annotated[float, Range(gt=0)]]
 
 
 class PlaceConfig(TypedDict, total=False):
@@ -244,30 +254,21 @@ class Origins:
     """Where each key of a configuration was written.
 
     Attributes:
-        file: The YAML file; None if there is none.
-        lines: By dotted path of a key, its line in the file.
-        arguments: By dotted path of a key, the ``key=value`` argument.
+        places: By dotted path of a key, such as ``"run.yaml, line 12"``.
     """
 
-    file: Path | None = None
-    lines: Mapping[str, int] = field(default_factory=dict)
-    arguments: Mapping[str, str] = field(default_factory=dict)
-
-    def where(self, key: str) -> str:
-        """Such as ``"run.yaml, line 12"``; the nearest section that was written, or ``""``."""
-        while key:
-            if key in self.arguments:
-                return f"argument {self.arguments[key]}"
-            if key in self.lines:
-                return f"{self.file}, line {self.lines[key]}"
-            key = key.rpartition(".")[0]
-        return ""
+    places: Mapping[str, str] = field(default_factory=dict)
 
     def explain(self, error: _Error) -> _Error:
-        """The error, with where its keys were written."""
+        """The error, with where its keys, or the sections around them, were written."""
         keys = error.details.get("keys") or [error.details.get("key", "")]
-        written = dict.fromkeys(f"{key}: {at}" for key in keys if (at := self.where(str(key))))
-        error.message += "".join(f"\n  {line}" for line in written)
+        for key in map(str, keys):
+            section = key
+            while section and section not in self.places:
+                section = section.rpartition(".")[0]
+            line = f"\n  {key}: {self.places.get(section, '')}"
+            if section and line not in error.message:
+                error.message += line
         error.args = (error.message,)
         return error
 
@@ -291,9 +292,8 @@ def read_config(
     from omegaconf import OmegaConf
     from omegaconf.errors import InterpolationResolutionError, OmegaConfBaseException
 
-    lines: dict[str, int] = {}
+    places: dict[str, str] = {}
     given: Any = {}
-    file = None if path is None else Path(path)
     for argument in arguments:
         key, _, value = argument.partition("=")
         if not key or key == argument or value.startswith("="):
@@ -303,18 +303,20 @@ def read_config(
                 "quotes if it has spaces: 'rewards=[exact, format]'",
                 key=argument,
             )
+    where = "the arguments" if path is None else str(path)
     try:
-        if file is not None:
-            with file.open(encoding="utf-8") as text:
-                _lines_of(yaml.compose(text, Loader=yaml.SafeLoader), "", lines)
-            given = OmegaConf.load(file)
+        if path is not None:
+            text = Path(path).read_text(encoding="utf-8")
+            for key, line in _lines_of(yaml.compose(text, Loader=yaml.SafeLoader)):
+                places[key] = f"{path}, line {line}"
+            given = OmegaConf.load(path)
         merged = OmegaConf.merge(given, OmegaConf.from_dotlist(list(arguments)))
         config = OmegaConf.to_container(merged, resolve=True)
     except OSError as error:
         raise ConfigError(
             f"{path} cannot be read: {error.strerror}",
             fix="give the path of a YAML file, before any key=value",
-            key=str(path),
+            key=where,
         ) from None
     except (yaml.YAMLError, OmegaConfBaseException, ValueError, TypeError) as error:
         fixes = {
@@ -325,27 +327,22 @@ def read_config(
             Exception: "correct the YAML there",
         }
         fix = next(fix for kind, fix in fixes.items() if isinstance(error, kind))
-        written = file is not None and not isinstance(error, TypeError)
-        where = str(file) if written else "the arguments"
+        where = "the arguments" if isinstance(error, TypeError) else where
         raise ConfigError(f"{where} cannot be read: {error}", fix=fix, key=where) from None
     if not isinstance(config, dict):
         raise ConfigError(
             f"{path} contains a {type(config).__name__}, not keys with values",
             fix="write it as in the examples: model: ..., data: ...",
-            key=str(path),
+            key=where,
         )
-    by_key = {argument.partition("=")[0]: argument for argument in arguments}
-    return {str(key): value for key, value in config.items()}, Origins(file, lines, by_key)
+    places |= {argument.partition("=")[0]: f"argument {argument}" for argument in arguments}
+    return {str(key): value for key, value in config.items()}, Origins(places)
 
 
-def _lines_of(node: Any, path: str, lines: dict[str, int]) -> None:
-    import yaml
-
-    if isinstance(node, yaml.MappingNode):
-        for key, value in node.value:
-            at = f"{path}{key.value}"
-            lines[at] = key.start_mark.line + 1
-            _lines_of(value, f"{at}.", lines)
+def _lines_of(node: Any, section: str = "") -> Iterator[tuple[str, int]]:
+    for key, value in node.value if getattr(node, "id", "") == "mapping" else ():
+        yield f"{section}{key.value}", key.start_mark.line + 1
+        yield from _lines_of(value, f"{section}{key.value}.")
 
 
 def check_run(config: Mapping[str, Any], origins: Origins | None = None) -> RunConfig:
@@ -355,7 +352,6 @@ def check_run(config: Mapping[str, Any], origins: Origins | None = None) -> RunC
         ConfigError: Names every key that is wrong, and where it was written.
         PluginError: A backend is not installed.
     """
-    origins = origins or Origins()
     config = _with_home(config)
     try:
         sections = _sections(config)
@@ -366,7 +362,7 @@ def check_run(config: Mapping[str, Any], origins: Origins | None = None) -> RunC
             if kind == "policy" or checked["method"] == "grpo":
                 check_backend(kind, checked[kind], prefix=f"{kind}.")
     except ConfigError as error:
-        raise origins.explain(error) from None
+        raise (origins or Origins()).explain(error) from None
     return checked  # type: ignore[no-any-return]
 
 
@@ -392,11 +388,8 @@ def check_backend(kind: Kind, config: Mapping[str, Any], *, prefix: str = "") ->
     try:
         check_config(_spec(kind, name), config, what=f"{kind} backend {name!r}")
     except ConfigError as error:
-        keys = error.details.get("keys", [])
-        error.details |= {
-            "key": f"{prefix}{error.details.get('key', '')}",
-            "keys": [f"{prefix}{key}" for key in keys],
-        }
+        error.details["key"] = f"{prefix}{error.details.get('key', '')}"
+        error.details["keys"] = [f"{prefix}{key}" for key in error.details.get("keys", [])]
         raise
 
 
@@ -448,19 +441,18 @@ _BY_RUN = {
     "policy.resume_from": "checkpoint.resume",
     "policy.train_global_batch_size": "batch_size and grpo.updates",
     "generation.num_generations": "grpo.num_generations",
+    "policy.num_generations": "grpo.num_generations",
 }
 
 
 def _complete(config: dict[str, Any]) -> None:
     """Fills in what other keys imply."""
-    config.setdefault("method", "grpo")
-    for key, value in {"output": f"runs/{config['method']}", "seed": 0, "batch_size": 8}.items():
-        config.setdefault(key, value)
-    for key, value in {"steps": None, "epochs": 1.0, "restarts": 3}.items():
-        config.setdefault(key, value)
+    method = config.setdefault("method", "grpo")
     sections = ("data", "grpo", "loss", "policy", "generation", "refit", "placement")
-    for section in (*sections, "evaluation", "checkpoint", "log"):
-        config.setdefault(section, {})
+    plain = {"output": f"runs/{method}", "seed": 0, "batch_size": 8, "steps": None}
+    plain |= {"epochs": 1.0, "restarts": 3}
+    for key in (*plain, *sections, "evaluation", "checkpoint", "log"):
+        config.setdefault(key, plain.get(key, {}))
     if isinstance(config.get("rewards"), list):
         config["rewards"] = {"functions": config["rewards"]}
     policy, generation, grpo = config["policy"], config["generation"], config["grpo"]
@@ -480,7 +472,7 @@ def _complete(config: dict[str, Any]) -> None:
     grpo.setdefault("updates", 1)
     if "temperature" in generation:
         policy.setdefault("temperature", generation["temperature"])
-    if config["method"] != "grpo":
+    if method != "grpo":
         return
     rows, updates = config["batch_size"] * grpo["num_generations"], grpo["updates"]
     if rows % updates:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import glob
+import hashlib
 import importlib
 import importlib.util
 import json
@@ -19,9 +20,9 @@ from typing import Any
 
 from rl_core.config import check_config, nearest
 from rl_core.errors import ConfigError, DataError
-from rl_train.encoding import FOUND, DataConfig, Encoder, pad, problem_of
+from rl_train.encoding import FOUND, DataConfig, Encoder, problem_of
 
-__all__ = ["DataConfig", "Encoder", "Order", "Rows", "import_function", "load_rows", "pad"]
+__all__ = ["Order", "Rows", "import_function", "load_rows"]
 
 _FORMATS = {".json": "", ".jsonl": "", ".ndjson": "", ".parquet": "parquet", ".csv": "csv"}
 _FUNCTION = re.compile(r"[^:]+\.py:\w+|[\w.]+:\w+")
@@ -32,14 +33,15 @@ class Rows(Sequence[dict[str, Any]]):
 
     Attributes:
         columns: Names of all columns, in the order in which they appear.
-        dropped: How many rows were left out because their prompts are too long.
+        dropped: How many rows were left out because they are too long.
+        digest: Of all values; the same for the same data.
     """
 
     def __init__(self, rows: Sequence[Any], places: Sequence[str], answer: str | None) -> None:
         self._rows, self._places, self._answer = rows, places, answer
         self._kept: Sequence[int] = range(len(rows))
         self.columns = columns_of(rows)
-        self.dropped = 0
+        self.dropped, self.digest = 0, ""
 
     def __len__(self) -> int:
         return len(self._kept)
@@ -55,10 +57,10 @@ class Rows(Sequence[dict[str, Any]]):
         number = self._kept[index]
         return self._places[number] if self._places else f"row {number}"
 
-    def keep(self, indices: Sequence[int]) -> None:
-        """Leaves out all rows but these."""
-        self.dropped += len(self) - len(indices)
-        self._kept = [self._kept[index] for index in indices]
+    def drop(self, indices: Mapping[int, Any]) -> None:
+        """Leaves out these rows."""
+        self.dropped += len(indices)
+        self._kept = [kept for index, kept in enumerate(self._kept) if index not in indices]
 
 
 def columns_of(rows: Any) -> list[str]:
@@ -81,17 +83,15 @@ def import_function(path: str, *, key: str) -> Callable[..., Any]:
         if source.endswith(".py"):
             file = Path(source).resolve(strict=True)
             source = f"_file_{file.stem}_{abs(hash(str(file)))}"
+            spec: Any = importlib.util.spec_from_file_location(source, file)
             if source not in sys.modules:
-                spec = importlib.util.spec_from_file_location(source, file)
-                assert spec is not None
-                assert spec.loader is not None
                 sys.modules[source] = importlib.util.module_from_spec(spec)
                 try:
                     spec.loader.exec_module(sys.modules[source])
                 except BaseException:
                     del sys.modules[source]
                     raise
-        module = sys.modules.get(source) or importlib.import_module(source)
+        module = importlib.import_module(source)
     except Exception as error:
         named, lacks = (
             path.rpartition(":")[0],
@@ -119,7 +119,14 @@ def import_function(path: str, *, key: str) -> Callable[..., Any]:
     return function
 
 
-def load_rows(config: Mapping[str, Any], tokenizer: Any = None) -> Rows:
+def load_rows(
+    config: Mapping[str, Any],
+    tokenizer: Any = None,
+    *,
+    rows: Sequence[Mapping[str, Any]] | None = None,
+    context: int | None = None,
+    method: str = "grpo",
+) -> Rows:
     """All rows, checked one by one.
 
     JSON is read here, so that rows stay as they are written; ``datasets`` reads the rest. What it
@@ -127,64 +134,85 @@ def load_rows(config: Mapping[str, Any], tokenizer: Any = None) -> Rows:
 
     Args:
         config: See :class:`DataConfig`.
-        tokenizer: Counts the tokens of prompts; needed for ``max_prompt_tokens`` to apply here.
+        tokenizer: Counts the tokens of rows; needed for limits to apply here.
+        rows: The rows, instead of those of ``data.path``.
+        context: Tokens of a row at most, for the model.
+        method: What the rows are for.
 
     Raises:
         ConfigError: The path, a name or a column is wrong; says which there are.
         DataError: A file or a row is broken; says where.
     """
     checked = check_config(DataConfig, config, what="data")
-    if not checked.get("path"):
+    if rows is None and not checked.get("path"):
         raise ConfigError("data: 'path' is missing", fix="set data.path", key="path")
-    source, places = _read(checked)
-    rows = Rows(source, places, checked.get("answer"))
-    if not rows:
-        raise DataError(f"data: {checked['path']} has no rows", fix="give data with rows")
-    columns = {key: checked.get(key) for key in FOUND}
-    tools = checked.get("tools")
+    source, places = _read(checked) if rows is None else (rows, [])
+    found, name = Rows(source, places, checked.get("answer")), checked.get("path", "the data")
+    if not found:
+        raise DataError(f"data: {name} has no rows", fix="give data with rows")
+    columns = _columns(found.columns, checked, name)
+    digest = hashlib.blake2b(digest_size=16)
+    texts = {columns["prompt"], columns["chosen"], columns["rejected"], checked.get("completion")}
+    for index, row in enumerate(found):
+        digest.update(json.dumps(row, default=lambda value: type(value).__name__).encode())
+        for column in filter(None, texts):
+            if problem := problem_of(row.get(column)):
+                text = f"data: {found.place(index)}: {column!r} {problem}"
+                fix = (
+                    "give the row a text or messages like {role: user, content: ...}, or remove it"
+                )
+                raise DataError(text, fix=fix, key=column, row=index)
+    found.digest = digest.hexdigest()
+    most, long = checked.get("max_prompt_tokens"), checked.get("long_prompts", "drop")
+    if tokenizer is None:
+        return found
+    encoder = Encoder(tokenizer, {**checked, "max_prompt_tokens": None})
+    too_long: dict[int, str] = {}
+    counted = most is not None and columns["prompt"] and long != "cut"
+    for index, row in enumerate(found):
+        tokens = len(encoder.prompt(row)) if counted else 0
+        if most is not None and tokens > most:
+            too_long[index] = f"the prompt has {tokens} tokens, and the limit is {most}"
+        # A token has a byte or more, and what a template adds should be less than half.
+        if context is not None and 2 * len(str(row).encode()) > context and index not in too_long:
+            tokens = encoder.tokens(row, method)
+            if tokens > context and (method != "grpo" or long != "cut"):
+                too_long[index] = f"the row needs {tokens} tokens, the model's context is {context}"
+    if len(too_long) == len(found) or (long == "error" and too_long):
+        index, problem = next(iter(too_long.items()))
+        raise DataError(
+            f"data: {found.place(index)}: {problem} ({len(too_long)} of {len(found)} prompts are "
+            "too long)",
+            fix="raise data.max_prompt_tokens, or set data.long_prompts to "
+            + ("cut" if len(too_long) == len(found) else "drop or cut"),
+            row=index,
+        )
+    found.drop(too_long)
+    return found
+
+
+def _columns(there: Sequence[str], config: Mapping[str, Any], name: Any) -> dict[str, str | None]:
+    """The column of each part of a row; None if there is none."""
+    named = {key: config.get(key) for key in FOUND}
+    tools, columns = config.get("tools"), f"the columns are {', '.join(there)}"
     if isinstance(tools, str) and not tools.endswith(".json"):
-        columns["tools"] = tools
-    there = f"the columns are {', '.join(rows.columns)}"
-    for key, column in columns.items():
-        if column is not None and column not in rows.columns:
-            match = nearest(column, rows.columns)
+        named["tools"] = tools
+    for key, column in named.items():
+        if column is not None and column not in there:
+            match = nearest(column, there)
             raise ConfigError(
-                f"data.{key}: {checked['path']} has no column {column!r}; {there}",
+                f"data.{key}: {name} has no column {column!r}; {columns}",
                 fix=f"write {match!r}" if match else f"set data.{key} to one of these",
                 key=key,
             )
-        columns[key] = column or next((c for c in FOUND[key] if c in rows.columns), None)
-    if not (columns["prompt"] or columns["chosen"] or checked.get("completion")):
+        named[key] = column or next((c for c in FOUND[key] if c in there), None)
+    if not (named["prompt"] or named["chosen"] or config.get("completion")):
         raise ConfigError(
-            f"data: {checked['path']} has no column of prompts; {there}",
+            f"data: {name} has no column of prompts; {columns}",
             fix="set data.prompt to one of these",
             key="prompt",
         )
-    texts = {columns["prompt"], columns["chosen"], columns["rejected"], checked.get("completion")}
-    for index, row in enumerate(rows):
-        for column in filter(None, texts):
-            if problem := problem_of(row.get(column)):
-                text = f"data: {rows.place(index)}: {column!r} {problem}"
-                fix = (
-                    "give the row a text or messages like {role: user, content: ...}; or remove it"
-                )
-                raise DataError(text, fix=fix, key=column, row=index)
-    most, long = checked.get("max_prompt_tokens"), checked.get("long_prompts", "drop")
-    if tokenizer is not None and most is not None and columns["prompt"] and long != "cut":
-        encoder = Encoder(tokenizer, {**checked, "max_prompt_tokens": None})
-        lengths = [len(encoder.prompt(row)) for row in rows]
-        kept = [index for index, length in enumerate(lengths) if length <= most]
-        if not kept or (long == "error" and len(kept) < len(rows)):
-            index = next(i for i, length in enumerate(lengths) if length > most)
-            raise DataError(
-                f"data: {rows.place(index)}: the prompt has {lengths[index]} tokens, and the limit "
-                f"is {most} ({len(rows) - len(kept)} of {len(rows)} prompts are too long)",
-                fix="raise data.max_prompt_tokens, or set data.long_prompts to "
-                + ("drop or cut" if kept else "cut"),
-                row=index,
-            )
-        rows.keep(kept)
-    return rows
+    return named
 
 
 def _read(config: Mapping[str, Any]) -> tuple[Sequence[Any], list[str]]:
@@ -192,10 +220,7 @@ def _read(config: Mapping[str, Any]) -> tuple[Sequence[Any], list[str]]:
     path, limit = config["path"], config.get("limit")
     if isinstance(path, str) and _FUNCTION.fullmatch(path):
         made = import_function(path, key="data.path")(**config.get("options", {}))
-        if isinstance(made, str | Mapping) or not isinstance(made, Iterable):
-            text = f"data: {path} returned {type(made).__name__}, not rows"
-            raise ConfigError(text, fix="return a list of dicts", key="path")
-        rows = list(islice(made, limit))
+        rows = list(islice(made, limit)) if isinstance(made, Iterable) else [made]
         for number, row in enumerate(rows):
             if not isinstance(row, dict):
                 text = f"data: {path}: row {number} is {row!r:.80}, not a dict"
@@ -206,17 +231,15 @@ def _read(config: Mapping[str, Any]) -> tuple[Sequence[Any], list[str]]:
     is_file = [Path(name).suffix in _FORMATS or os.path.isfile(name) for name in files]
     if not all(is_file) and len(files) == 1:
         return _load(files[0], config), []
-    missing = [name for name in files if not os.path.isfile(name)]
-    formats = {_FORMATS.get(Path(name).suffix, name) for name in files}
-    if missing:
+    if missing := [name for name in files if not os.path.isfile(name)]:
         beside = Path(missing[0]).parent
-        there = sorted(str(p) for p in beside.glob("*")) if beside.is_dir() else []
-        match = nearest(missing[0], there)
+        match = nearest(missing[0], sorted(map(str, beside.glob("*"))))
         raise ConfigError(
             f"data: there is no file {missing[0]!r} in {os.getcwd()}",
             fix=f"write {match!r}" if match else "correct data.path; relative ones begin there",
             key="path",
         )
+    formats = {_FORMATS.get(Path(name).suffix, name) for name in files}
     if len(formats) != 1 or not formats <= set(_FORMATS.values()):
         raise ConfigError(
             f"data: {', '.join(files)} are not of one known format",
@@ -230,7 +253,7 @@ def _read(config: Mapping[str, Any]) -> tuple[Sequence[Any], list[str]]:
             key=min(unused),
         )
     if kind := formats.pop():
-        return _load(kind, {**config, "data_files": files}), []
+        return _load(kind, config, files), []
     read = list(islice((found for name in files for found in _read_json(name)), limit))
     return [row for row, _ in read], [place for _, place in read]
 
@@ -266,12 +289,12 @@ def _read_json(name: str) -> Iterator[tuple[dict[str, Any], str]]:
             ) from error
 
 
-def _load(path: str, config: Mapping[str, Any]) -> Any:
+def _load(path: str, config: Mapping[str, Any], files: Sequence[str] = ()) -> Any:
     """What ``datasets.load_dataset`` reads: a format with files, a directory, or the hub."""
     import datasets
     from datasets.utils.logging import get_verbosity, set_verbosity
 
-    files, split = config.get("data_files"), config.get("split", "train")
+    split = config.get("split", "train")
     how: dict[str, Any] = {"split": "train", "data_files": files} if files else {"split": split}
     shown, bars = get_verbosity(), not datasets.are_progress_bars_disabled()
     datasets.disable_progress_bars()
@@ -284,12 +307,11 @@ def _load(path: str, config: Mapping[str, Any]) -> Any:
                 how["keep_in_memory"] = True
             rows = datasets.load_dataset(path, config.get("name"), **how)
     except Exception as error:
-        where = ", ".join(files) if files else repr(path)
         reason = f"{type(error).__name__}: {error.__cause__ or error}"
         if files:
-            raise DataError(f"data: {where}: {reason}", fix="correct the file") from error
+            raise DataError(f"data: {', '.join(files)}: {reason}", fix="correct it") from error
         raise ConfigError(
-            f"data: {where} (split {split!r}) is not a file, and it cannot be loaded from the "
+            f"data: {path!r} (split {split!r}) is not a file, and it cannot be loaded from the "
             f"Hugging Face hub: {reason}",
             fix="correct the name, or check the network; or download the files elsewhere (hf "
             "download --repo-type dataset NAME) and set data.path to them",
@@ -313,8 +335,6 @@ class Order:
     """
 
     def __init__(self, size: int, seed: int, shuffle: bool = True) -> None:
-        if size < 1:
-            raise ConfigError("the data has no rows", fix="give data with rows", key="size")
         self._size, self._seed, self._shuffle = size, seed, shuffle
         self._taken = 0
 
@@ -338,12 +358,8 @@ class Order:
 
     def state(self) -> dict[str, int]:
         """What :meth:`load` goes on from."""
-        return {
-            "size": self._size,
-            "seed": self._seed,
-            "shuffle": int(self._shuffle),
-            "taken": self._taken,
-        }
+        shuffle = int(self._shuffle)
+        return {"size": self._size, "seed": self._seed, "shuffle": shuffle, "taken": self._taken}
 
     def load(self, state: Mapping[str, int]) -> None:
         """Goes on where another order was, with its seed.

@@ -61,8 +61,9 @@ class DataConfig(TypedDict, total=False):
         chat_template: Jinja template, as text or as a file. Default: the tokenizer's.
         chat_template_kwargs: Variables of the template, such as ``enable_thinking``. Default none.
         max_prompt_tokens: Upper bound on the tokens of a prompt. Default: no limit.
-        long_prompts: What happens to longer prompts: ``"drop"`` leaves the row out, ``"error"``
-            stops the run, ``"cut"`` removes tokens from the left. Default ``"drop"``.
+        long_prompts: What happens to longer prompts, and to rows that are longer than the model's
+            context: ``"drop"`` leaves the row out, ``"error"`` stops the run, ``"cut"`` removes
+            tokens from the left. Default ``"drop"``.
         limit: How many rows are read, from the first one. Default: all.
         shuffle: Whether the rows are put into a new random order in each epoch. Default True.
     """
@@ -208,20 +209,56 @@ class Encoder:
             prompt, chosen, rejected = chosen[:common], chosen[common:], rejected[common:]
         return self._encode(prompt, chosen, row), self._encode(prompt, rejected, row)
 
-    def answer_text(self, row: Mapping[str, Any]) -> str:
-        """The reference answer, or else the completion, as text."""
-        found = row.get(self._config.get("answer") or "answer")
-        found = self._value(row, "completion") if found is None else found
-        return str(found[-1].get("content") if isinstance(found, list) else found)
+    def tokens(self, row: Mapping[str, Any], method: str) -> int:
+        """Tokens that a method needs for a row at least; for GRPO the prompt and one more."""
+        if method == "grpo":
+            return len(self.prompt(row)) + 1
+        both = self.pair(row) if method == "dpo" else (self.answered(row),)
+        return max(len(ids) for ids, _ in both)
+
+    def between(
+        self, messages: Sequence[Mapping[str, Any]] | str, last: int, row: Mapping[str, Any]
+    ) -> list[int]:
+        """The tokens between a turn of the model and the next one, with messages in between.
+
+        With a chat template, these are what it writes behind the model's turn in a short
+        conversation with the messages, up to the begin of the next turn.
+
+        Args:
+            messages: Of an environment; a text is taken as it is.
+            last: The token with which the model's turn ended.
+            row: Of the episode.
+
+        Raises:
+            ConfigError: No chat template writes messages behind the model's turn.
+        """
+        text, turn = messages, "what the model wrote"
+        if not isinstance(text, str):
+            before = [
+                {"role": "user", "content": "question"},
+                {"role": "assistant", "content": turn},
+            ]
+            rendered = ""
+            if self.chat:
+                rendered = self._render([*before, *messages], row, add_generation_prompt=True)
+            _, found, text = rendered.rpartition(turn)
+            if not found:
+                raise ConfigError(
+                    "the environment answers with messages, and there is no chat template that "
+                    "puts them behind the model's turn",
+                    fix="answer with a text, or set data.chat_template",
+                    key="environment.function",
+                )
+        tokens = self._ids(text)
+        # The model has generated the end of its turn already.
+        return tokens[1:] if tokens[:1] == [last] else tokens
 
     def _value(self, row: Mapping[str, Any], key: str, needed: bool = True) -> Any:
         named = self._config.get(key)
         names = (str(named),) if named else FOUND[key]
         value = next((row[name] for name in names if row.get(name) is not None), None)
-        if value is None and not needed:
-            return None
-        if value is None or (problem := problem_of(value)):
-            problem = "is missing" if value is None else problem
+        problem = problem_of(value)
+        if problem and (needed or value is not None):
             raise DataError(
                 f"the {key} of a row {problem}: {row!r:.200}",
                 fix=f"set data.{key} to one of its columns: {', '.join(row)}",
@@ -263,7 +300,7 @@ class Encoder:
         ids: list[int] = self.tokenizer(text, add_special_tokens=special)["input_ids"]
         return ids
 
-    def _render(self, messages: list[dict[str, Any]], row: Mapping[str, Any], **how: Any) -> Any:
+    def _render(self, messages: list[Any], row: Mapping[str, Any], **how: Any) -> Any:
         tools: Any = row.get(self._tools) if isinstance(self._tools, str) else self._tools
         try:
             tools = json.loads(tools) if isinstance(tools, str) else _without_none(tools)
@@ -347,7 +384,7 @@ class Encoder:
             raise DataError(
                 f"a prompt has {prompt} tokens, and the limit is {most}: "
                 f"{self.tokenizer.decode(ids)!r:.99}",
-                fix="give load_rows the tokenizer, or set data.long_prompts to cut",
+                fix="raise data.max_prompt_tokens, or set data.long_prompts to drop or cut",
             )
         return ids[prompt - most :], list(mask[prompt - most :])
 

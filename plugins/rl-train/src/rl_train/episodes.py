@@ -7,21 +7,26 @@ that were sampled. Only the model's tokens are trained on.
 
 from __future__ import annotations
 
-from concurrent.futures import ThreadPoolExecutor
+import math
+import threading
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from queue import SimpleQueue
+from typing import TYPE_CHECKING, Any, Protocol, Self
 
 import torch
+from torch.nn.utils.rnn import pad_sequence
 
 from rl_core import BatchedDataDict
-from rl_core.errors import ConfigError, DataError
+from rl_train.rewards import RewardError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from rl_core import GenerationInterface
+    from rl_train.encoding import Encoder
 
-__all__ = ["Environment", "Episode", "Turn", "TurnEncoder", "play", "training_rows"]
+__all__ = ["Environment", "Episode", "Turn", "play", "training_rows"]
 
 
 @dataclass(frozen=True)
@@ -61,83 +66,30 @@ class Episode:
 
     Attributes:
         ids: All tokens, the prompt's first.
-        prompt_length: Tokens of the prompt.
         mask: For each token, 1 if the model generated it.
         logprobs: For each token, the engine's log-prob; 0 where it did not generate it.
-        turns: Turns that the model took.
         reward: What the environment gave.
-        truncated: It ended because a turn was cut, or there was no room for another.
-        version: Of the weights that generated it.
-        origin: Of these weights.
+        truncated: It ended because a turn was cut, because there was no room for another, or
+            because the environment did not answer in time.
+        timed_out: The last of these.
+        weights: Version and origin of the weights that generated it.
         text: What the model wrote, turn by turn.
     """
 
-    ids: list[int]
-    prompt_length: int
+    ids: list[int] = field(default_factory=list)
     mask: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
-    turns: int = 0
     reward: float = 0.0
     truncated: bool = False
-    version: int = 0
-    origin: int = 0
+    timed_out: bool = False
+    weights: tuple[int, int] = (0, 0)
     text: list[str] = field(default_factory=list)
 
-
-class TurnEncoder:
-    """Turns an environment's answer into the tokens between two turns of the model.
-
-    With a chat template, these are what the template puts between a turn that the model ended and
-    the next one that it begins: a short conversation with the answer is rendered, and what follows
-    the model's turn in it is encoded.
-
-    Args:
-        tokenizer: The model's.
-        chat: Whether prompts are conversations.
-        template: Keywords of ``apply_chat_template``.
-
-    Raises:
-        ConfigError: The environment answers with messages, and there is no template; or the
-            template does not show the model's turn.
-    """
-
-    _TURN = "what the model wrote"
-
-    def __init__(self, tokenizer: Any, *, chat: bool, template: Mapping[str, Any]) -> None:
-        self._tokenizer, self._chat, self._template = tokenizer, chat, dict(template)
-
-    def __call__(self, messages: Sequence[Mapping[str, Any]] | str, last: int) -> list[int]:
-        """The tokens to append.
-
-        Args:
-            messages: As :attr:`Turn.messages`.
-            last: The token with which the model's turn ended.
-        """
-        text = messages
-        if not isinstance(text, str):
-            before = [
-                {"role": "user", "content": "question"},
-                {"role": "assistant", "content": self._TURN},
-            ]
-            rendered = ""
-            if self._chat:
-                rendered = self._tokenizer.apply_chat_template(
-                    [*before, *messages],
-                    tokenize=False,
-                    add_generation_prompt=True,
-                    **self._template,
-                )
-            _, found, text = rendered.rpartition(self._TURN)
-            if not found:
-                raise ConfigError(
-                    "the environment returns messages, but there is no chat template to add them "
-                    "after the model's turn",
-                    fix="return a text, or set data.chat_template",
-                    key="environment.function",
-                )
-        tokens: list[int] = self._tokenizer(text, add_special_tokens=False)["input_ids"]
-        # The model has generated the end of its turn already.
-        return tokens[1:] if tokens and tokens[0] == last else tokens
+    def append(self, ids: Sequence[int], logprobs: Sequence[float] | None = None) -> None:
+        """Appends tokens; those of the model have log-probs."""
+        self.ids += ids
+        self.mask += [int(logprobs is not None)] * len(ids)
+        self.logprobs += [0.0] * len(ids) if logprobs is None else logprobs
 
 
 def play(
@@ -147,11 +99,12 @@ def play(
     seeds: Sequence[int],
     *,
     make: Callable[[], Environment],
-    encode: TurnEncoder,
-    decode: Callable[[list[int]], str],
-    room: int,
+    encoder: Encoder,
+    room: float,
+    greedy: bool = False,
     max_turns: int = 8,
     workers: int | None = None,
+    deadline_s: float = 300.0,
 ) -> list[Episode]:
     """Plays one episode for each prompt; all go on at the same time.
 
@@ -161,65 +114,117 @@ def play(
         rows: The data's row of each.
         seeds: Of each episode; turn t draws from seed + t.
         make: Makes an environment.
-        encode: See :class:`TurnEncoder`.
-        decode: From tokens to the text that the environment sees.
+        encoder: Between texts and tokens.
         room: Tokens of an episode at most, the prompt's included.
+        greedy: Take the most likely tokens.
         max_turns: Of the model.
         workers: Episodes at a time. Default: all.
+        deadline_s: Seconds that an environment may take for an answer.
 
     Raises:
-        DataError: An environment returned something else than a :class:`Turn`.
+        RewardError: An environment failed, or returned something else than a :class:`Turn`.
     """
+    ended = threading.Event()
 
     def episode(number: int) -> Episode:
-        found = Episode(list(prompts[number]), len(prompts[number]))
-        found.mask, found.logprobs = [0] * found.prompt_length, [0.0] * found.prompt_length
-        environment = make()
-        while True:
-            batch: BatchedDataDict[Any] = BatchedDataDict(
-                {
-                    "input_ids": torch.tensor([found.ids]),
-                    "input_lengths": torch.tensor([len(found.ids)]),
-                    "seed": torch.tensor([(seeds[number] + found.turns) % 2**62]),
-                }
-            )
-            output = generation.generate(batch)
-            start, end = len(found.ids), int(output["unpadded_sequence_lengths"][0])
-            made = output["output_ids"][0, start:end].tolist()
-            found.ids += made
-            found.mask += [1] * len(made)
-            found.logprobs += output["logprobs"][0, start:end].tolist()
-            found.turns += 1
-            found.version = int(output["weights_version"][0])
-            found.origin = int(output["weights_origin"][0])
-            found.text.append(decode(made))
-            try:
-                turn = environment.step(found.text[-1], rows[number])
-            except Exception as error:
-                raise DataError(
-                    f"{type(environment).__name__}.step fails on {found.text[-1]!r:.100}: "
-                    f"{type(error).__name__}: {error}",
-                    fix="correct it; rl --debug train ... shows the traceback",
-                ) from error
-            if not isinstance(turn, Turn):
-                raise DataError(
-                    f"{type(environment).__name__}.step returned a {type(turn).__name__}, not a "
-                    "Turn",
-                    fix="return rl_train.Turn(messages=..., done=..., reward=...)",
-                )
-            found.reward += turn.reward
-            if turn.done or found.turns == max_turns:
-                return found
-            answer = [] if bool(output["truncated"][0]) else encode(turn.messages, made[-1])
-            if not answer or len(found.ids) + len(answer) >= room:
-                found.truncated = True
-                return found
-            found.ids += answer
-            found.mask += [0] * len(answer)
-            found.logprobs += [0.0] * len(answer)
+        found, row = Episode(), rows[number]
+        found.append(prompts[number])
+        environment: Any = None
 
-    with ThreadPoolExecutor(workers or max(len(prompts), 1), "episode") as pool:
+        def step() -> Turn:
+            nonlocal environment
+            if environment is None:
+                environment = make()
+            turn = environment.step(found.text[-1], row)
+            if not isinstance(turn, Turn):
+                raise TypeError(f"it returned {turn!r:.100}, not rl_train.Turn(messages=...)")
+            if not math.isfinite(turn.reward):
+                raise ValueError(f"it returned the reward {turn.reward}, which is not finite")
+            return turn
+
+        with _Thread() as thread:
+            while not ended.is_set():
+                seed = (seeds[number] + len(found.text)) % 2**62
+                made, cut = _generate(generation, found, seed, greedy)
+                found.text.append(encoder.tokenizer.decode(made, skip_special_tokens=True))
+                try:
+                    turn = thread.call(step, deadline_s)
+                except Exception as error:
+                    ended.set()
+                    raise RewardError(
+                        f"the environment failed in turn {len(found.text)} of an episode, after "
+                        f"{found.text[-1]!r:.100}: {type(error).__name__}: {error}",
+                        fix="correct its class; step returns an rl_train.Turn",
+                        function="environment",
+                        rows=[number],
+                    ) from error
+                if turn is None:
+                    found.truncated = found.timed_out = True
+                    break
+                found.reward += turn.reward
+                if turn.done or len(found.text) == max_turns:
+                    break
+                ends = cut or not made
+                answer = [] if ends else encoder.between(turn.messages, made[-1], row)
+                if not answer or len(found.ids) + len(answer) >= room:
+                    found.truncated = True
+                    break
+                found.append(answer)
+        return found
+
+    pool = ThreadPoolExecutor(workers or max(len(prompts), 1), "episode")
+    try:
         return list(pool.map(episode, range(len(prompts))))
+    finally:
+        ended.set()
+        pool.shutdown(wait=False, cancel_futures=True)
+
+
+def _generate(
+    generation: GenerationInterface, episode: Episode, seed: int, greedy: bool
+) -> tuple[list[int], bool]:
+    """Appends a turn of the model; returns its tokens, and whether it was cut."""
+    start = len(episode.ids)
+    prompt: BatchedDataDict[Any] = BatchedDataDict(
+        {
+            "input_ids": torch.tensor([episode.ids]),
+            "input_lengths": torch.tensor([start]),
+            "seed": torch.tensor([seed]),
+        }
+    )
+    output = generation.generate(prompt, greedy)
+    made = slice(start, int(output["unpadded_sequence_lengths"][0]))
+    ids: list[int] = output["output_ids"][0, made].tolist()
+    episode.append(ids, output["logprobs"][0, made].tolist())
+    episode.weights = int(output["weights_version"][0]), int(output["weights_origin"][0])
+    return ids, bool(output["truncated"][0])
+
+
+class _Thread:
+    """Makes all calls of one environment, which may need one thread, and can be left alone."""
+
+    def __enter__(self) -> Self:
+        self._calls: SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = SimpleQueue()
+        threading.Thread(target=self._run, daemon=True).start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._calls.put(None)
+
+    def call(self, act: Callable[[], Any], deadline_s: float) -> Any:
+        """What it returns; None if that takes too long."""
+        future: Future[Any] = Future()
+        self._calls.put((future, act))
+        wait([future], deadline_s)
+        return future.result() if future.done() else None
+
+    def _run(self) -> None:
+        while (call := self._calls.get()) is not None:
+            future, act = call
+            try:
+                future.set_result(act())
+            except BaseException as error:
+                future.set_exception(error)
 
 
 def training_rows(episodes: Sequence[Episode], pad: int) -> BatchedDataDict[Any]:
@@ -235,21 +240,20 @@ def training_rows(episodes: Sequence[Episode], pad: int) -> BatchedDataDict[Any]
         ``sample_mask`` ``[B]`` float32, ``truncated`` ``[B]`` bool, ``weights_version`` and
         ``weights_origin`` ``[B]`` int64.
     """
-    width = max(len(one.ids) for one in episodes)
 
-    def rows(values: Callable[[Episode], Sequence[float]], fill: float) -> torch.Tensor:
-        filled = [[*values(one), *[fill] * (width - len(one.ids))] for one in episodes]
-        return torch.tensor(filled)
+    def rows(values: Iterable[Sequence[float]], fill: float = 0.0) -> torch.Tensor:
+        tensors = [torch.tensor(one) for one in values]
+        return pad_sequence(tensors, batch_first=True, padding_value=fill)
 
     return BatchedDataDict(
         {
-            "input_ids": rows(lambda one: one.ids, pad),
+            "input_ids": rows((one.ids for one in episodes), pad),
             "input_lengths": torch.tensor([len(one.ids) for one in episodes]),
-            "token_mask": rows(lambda one: one.mask, 0).float(),
-            "generation_logprobs": rows(lambda one: one.logprobs, 0.0),
+            "token_mask": rows(one.mask for one in episodes).float(),
+            "generation_logprobs": rows(one.logprobs for one in episodes),
             "sample_mask": torch.ones(len(episodes)),
             "truncated": torch.tensor([one.truncated for one in episodes]),
-            "weights_version": torch.tensor([one.version for one in episodes]),
-            "weights_origin": torch.tensor([one.origin for one in episodes]),
+            "weights_version": torch.tensor([one.weights[0] for one in episodes]),
+            "weights_origin": torch.tensor([one.weights[1] for one in episodes]),
         }
     )

@@ -6,8 +6,8 @@ import json
 import math
 import os
 import shutil
-from collections.abc import Iterable, Mapping
-from contextlib import suppress
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ __all__ = [
     "put_aside",
     "read_metrics",
     "replace",
+    "writing",
 ]
 
 
@@ -29,37 +30,41 @@ class LogError(RLError, OSError):
     """A file of the log cannot be written. ``details`` has its ``path`` and the ``errno``."""
 
 
-def append(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
-    """Writes a line per row; all of them, or none if it fails.
+@contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Turns an error of the system into a :class:`LogError` that names the file."""
+    try:
+        yield
+    except OSError as error:
+        fix = f"free space under {path.parent}, or make it writable; then resume the run"
+        if isinstance(error, FileExistsError | FileNotFoundError | NotADirectoryError):
+            fix = "choose another output: no folder can be made there"
+        raise LogError(
+            f"{path} cannot be written: {error.strerror}; its earlier lines are intact",
+            fix=fix,
+            path=str(path),
+            errno=error.errno,
+        ) from error
 
-    Raises:
-        LogError: The disk is full, or the file cannot be written.
-    """
+
+def append(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
+    """Writes a line per row; all of them, or none if it fails."""
     text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
     data = memoryview(text.encode("utf-8", "replace"))
-    try:
-        with path.open("ab", buffering=0) as file:
-            size = file.tell()
-            try:
-                while data:
-                    data = data[file.write(data) :]
-            except BaseException:
-                with suppress(OSError):
-                    file.truncate(size)
-                raise
-    except OSError as error:
-        raise failed(path, error) from error
+    with writing(path), path.open("ab", buffering=0) as file:
+        size = file.tell()
+        try:
+            while data:
+                data = data[file.write(data) :]
+        except BaseException:
+            with suppress(OSError):
+                file.truncate(size)
+            raise
 
 
 def cut(path: Path, step: float = math.inf) -> None:
-    """Takes out lines beyond a step, and those that a killed process left half-written.
-
-    Raises:
-        LogError: The file cannot be written anew; it is as before.
-    """
-    if not path.exists():
-        return
-    data = path.read_bytes()
+    """Takes out lines beyond a step, and those that a killed process left half-written."""
+    data = path.read_bytes() if path.exists() else b""
     kept = bytearray()
     for line in data.splitlines(keepends=True):
         with suppress(ValueError, KeyError, TypeError):  # no JSON, or no line of ours
@@ -70,51 +75,28 @@ def cut(path: Path, step: float = math.inf) -> None:
 
 
 def replace(path: Path, data: bytes) -> None:
-    """Writes a file anew; after a crash it is the old one or the new one.
-
-    Raises:
-        LogError: The disk is full, or the file cannot be written; it is the old one.
-    """
+    """Writes a file anew; after a crash or an error it is the old one or the new one."""
     new = path.with_name(f"{path.name}.new")
-    try:
-        with new.open("wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        new.replace(path)
-    except OSError as error:
-        with suppress(OSError):
-            new.unlink(missing_ok=True)
-        raise failed(path, error) from error
+    with writing(path):
+        try:
+            with new.open("wb") as file:
+                file.write(data)
+                file.flush()
+                os.fsync(file.fileno())
+            new.replace(path)
+        finally:
+            with suppress(OSError):
+                new.unlink(missing_ok=True)
 
 
 def put_aside(path: Path) -> None:
-    """Renames a file or folder, if it is there, to ``NAME.before``; an older one of these goes.
-
-    Raises:
-        LogError: It cannot be renamed.
-    """
+    """Renames a file or folder, if it is there, to ``NAME.before``, in place of an older one."""
     before = path.with_name(f"{path.name}.before")
-    try:
+    with writing(path):
         if path.exists():
             if before.is_dir():
                 shutil.rmtree(before)
             path.replace(before)
-    except OSError as error:
-        raise failed(path, error) from error
-
-
-def failed(path: Path, error: OSError) -> LogError:
-    """What a person reads when ``path`` cannot be written."""
-    fix = f"free space under {path.parent}, or make it writable; then resume the run"
-    if isinstance(error, FileExistsError | FileNotFoundError | NotADirectoryError):
-        fix = "choose another output: no folder can be made there"
-    return LogError(
-        f"{path} cannot be written: {error.strerror}; its earlier lines are intact",
-        fix=fix,
-        path=str(path),
-        errno=error.errno,
-    )
 
 
 def read_metrics(folder: str | Path) -> list[dict[str, float]]:
@@ -142,7 +124,6 @@ def as_json(value: Any) -> Any:
     if value is None or isinstance(value, bool | int | str):
         return value
     try:
-        number = float(value)
+        return float(value) if math.isfinite(value) else None
     except (TypeError, ValueError):
         return str(value)
-    return number if math.isfinite(number) else None

@@ -5,11 +5,13 @@
 
 from __future__ import annotations
 
+import math
 import sys
 import time
 from collections import deque
+from datetime import timedelta
 from pathlib import Path
-from statistics import mean
+from statistics import mean, median
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Self, TypedDict
 
 from rich.console import Console
@@ -20,24 +22,13 @@ from rich.text import Text
 from rl_core.config import check_config
 from rl_core.interfaces.constraints import AlsoCalled, Range
 from rl_train.curves import plot
-from rl_train.lines import (
-    LogError,
-    append,
-    as_json,
-    as_number,
-    cut,
-    failed,
-    put_aside,
-    read_metrics,
-)
-from rl_train.metrics import generation_metrics
-from rl_train.summary import print_summary
+from rl_train.lines import append, as_json, as_number, cut, put_aside, read_metrics, writing
 from rl_train.trackers import Trackers
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-__all__ = ["LogConfig", "LogError", "RunLog", "generation_metrics"]
+__all__ = ["LogConfig", "RunLog"]
 
 
 class LogConfig(TypedDict, total=False):
@@ -113,15 +104,11 @@ class RunLog:
         tolerance: float | None = None,
         console: Console | None = None,
     ) -> None:
-        checked = check_config(LogConfig, config, what="log")
+        self._config = check_config(LogConfig, config, what="log")
         self._folder, self._tolerance, self._resume = Path(folder), tolerance, resume
         self._total_steps = total_steps
         self._console = console or Console(stderr=True)
-        self._kept, self._every = (
-            checked.get("completions", 4),
-            checked.get("completions_every", 10),
-        )
-        name = checked.get("plot", "curves.png")
+        name = self._config.get("plot", "curves.png")
         self._plot = None if name is None else self._folder / name
         self._metrics = self._folder / "metrics.jsonl"
         self._completions = self._folder / "completions.jsonl"
@@ -138,20 +125,11 @@ class RunLog:
         self._bar = self._progress.add_task(phase, total=total_steps, figures="")
         self._seconds = deque[float](maxlen=20)  # from one step to the next
         self._last_time: float | None = None
-        self._trackers = Trackers(
-            checked.get("to", []),
-            self._folder,
-            project=checked.get("project", "rl-train"),
-            run_name=checked.get("run_name", self._folder.resolve().name),
-            settings=as_json(settings or {}),
-            note=self.note,
-        )
+        self._trackers = Trackers(self._config, self._folder, as_json(settings or {}), self.note)
 
     def __enter__(self) -> Self:
-        try:
+        with writing(self._folder):
             self._folder.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise failed(self._folder, error) from error
         if not self._resume:
             for name in ("metrics.jsonl", "completions.jsonl", "trackers.json", "tensorboard"):
                 put_aside(self._folder / name)
@@ -181,11 +159,11 @@ class RunLog:
             metrics: By name; what is not finite becomes null.
         """
         row = self._write(step, metrics)
-        now = time.monotonic()
+        now, took = time.monotonic(), metrics.get("step_time")
         if self._last_time is not None:
             self._seconds.append(now - self._last_time)
-        elif "step_time" in metrics:
-            self._seconds.append(float(metrics["step_time"]))
+        elif took is not None:
+            self._seconds.append(took)
         self._last_time = now
         figures = [
             f"{label} {as_number(row[name]):{form}}"
@@ -193,14 +171,14 @@ class RunLog:
             if name in row
         ]
         if self._seconds:
-            took = float(metrics.get("step_time", self._seconds[-1]))
-            left = mean(self._seconds) * max(self._total_steps - step, 0)
-            figures += [f"{took:.1f} s", f"ETA {_clock(left)}"]
+            left = timedelta(seconds=round(mean(self._seconds) * (self._total_steps - step)))
+            shown = str(left).removeprefix("0:").removeprefix("0")
+            figures += [f"{took or self._seconds[-1]:.1f} s", f"ETA {shown}"]
         self._progress.update(
             self._bar, completed=step, figures="  ".join([*figures[:1], *figures[-2:]])
         )
         if not self._console.is_terminal:
-            self._print(f"step {step}/{self._total_steps}", *figures)
+            self.note("  ".join([f"step {step}/{self._total_steps}", *figures]))
 
     def evaluation(self, step: int, metrics: Mapping[str, float]) -> None:
         """Writes and shows the figures of an evaluation, with ``eval_`` before their names.
@@ -213,7 +191,7 @@ class RunLog:
             step, {f"eval_{name.removeprefix('eval_')}": v for name, v in metrics.items()}
         )
         shown = (f"{name} {as_number(value):.3g}" for name, value in row.items() if "/" not in name)
-        self._print(f"eval {step}/{self._total_steps}", *shown)
+        self.note("  ".join([f"eval {step}/{self._total_steps}", *shown]))
 
     def completions(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
         """Keeps a few completions of a step, spread over its rows, and shows two on a terminal.
@@ -223,8 +201,8 @@ class RunLog:
             rows: Each with ``prompt`` and ``completion`` (text or messages), ``rewards`` (by name
                 of the function), ``advantage`` and ``truncated``; other keys are kept too.
         """
-        kept = min(self._kept, len(rows))
-        if not kept or (step != 1 and step % self._every):
+        kept = min(self._config.get("completions", 4), len(rows))
+        if not kept or (step != 1 and step % self._config.get("completions_every", 10)):
             return
         chosen = [as_json(rows[i * len(rows) // kept]) for i in range(kept)]
         append(self._completions, ({"step": step, **row} for row in chosen))
@@ -240,7 +218,7 @@ class RunLog:
 
     def note(self, text: str) -> None:
         """Shows a line above the bar: a warning, a restart, where something was saved."""
-        self._print(text)
+        self._console.out(text, highlight=False)
 
     def rewind(self, step: int) -> None:
         """Takes the lines beyond a step out of the files, for a run that goes on from there.
@@ -257,12 +235,43 @@ class RunLog:
 
     def summary(self) -> None:
         """Shows what the run came to, those of its steps included that other processes made."""
-        places = {"figures": self._metrics, "completions": self._completions, "curves": self._plot}
-        there = {
-            name: str(p) for name, p in places.items() if p and (p == self._plot or p.exists())
-        }
         rows = read_metrics(self._folder)
-        print_summary(self._console, rows, self._tolerance, there | self._trackers.places())
+        steps = [row for row in rows if not any(name.startswith("eval_") for name in row)]
+        table = Table("", "first", "last", "best", title=f"{len(steps)} steps")
+        for name in ("reward", "loss", "rewards/margins", "eval_reward", "eval_loss"):
+            of_name = [(row[name], int(row["step"])) for row in rows if name in row]
+            if numbers := [pair for pair in of_name if math.isfinite(pair[0])]:
+                best, at = (min if name.endswith("loss") else max)(
+                    numbers, key=lambda pair: pair[0]
+                )
+                ends = (f"{of_name[0][0]:.4g}", f"{of_name[-1][0]:.4g}")
+                table.add_row(name, *ends, f"{best:.4g} (step {at})")
+        self._console.print(table)
+        facts = Table.grid(padding=(0, 2))
+        if errors := [row["logprob_error/max"] for row in steps if "logprob_error/max" in row]:
+            # NaN is what JSON has for an infinite error.
+            worst = max(math.inf if math.isnan(error) else error for error in errors)
+            text = f"{worst:.1e}"
+            if self._tolerance is not None:
+                held = "within" if worst <= self._tolerance else "ABOVE"
+                text += f", {held} the tolerance of {self._tolerance:.1e}"
+            facts.add_row("largest log-prob error", text)
+        timed = dict.fromkeys(name for row in steps for name in row if name.startswith("time/"))
+        medians = [
+            f"{name.removeprefix('time/').removesuffix('/seconds')} {median(seconds):.3g}"
+            for name in (*timed, "refit/seconds", "step_time")
+            if (seconds := [row[name] for row in steps if name in row])
+        ]
+        if medians:
+            facts.add_row("median seconds", ", ".join(medians))
+        whole = sum(row.get("step_time", 0.0) for row in steps)
+        if whole and "num_tokens" in steps[-1]:
+            facts.add_row("tokens per second", f"{steps[-1]['num_tokens'] / whole:,.0f}")
+        places = {"figures": self._metrics, "completions": self._completions, "curves": self._plot}
+        there = {name: p for name, p in places.items() if p and (p == self._plot or p.exists())}
+        for name, place in {**there, **self._trackers.places()}.items():
+            facts.add_row(name, str(place))
+        self._console.print(facts, soft_wrap=True, highlight=False)
 
     def _write(self, step: int, metrics: Mapping[str, float]) -> dict[str, Any]:
         """Appends a line, then sends its figures on; returns them as they were written."""
@@ -273,15 +282,6 @@ class RunLog:
         append(self._metrics, [{"step": step, "time": round(time.time(), 3), **row}])
         self._trackers.log(step, {name: v for name, v in row.items() if v is not None})
         return row
-
-    def _print(self, *parts: str) -> None:
-        self._console.out("  ".join(parts), highlight=False)
-
-
-def _clock(seconds: float) -> str:
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
 
 
 def _excerpt(value: Any, length: int = 400) -> str:

@@ -19,8 +19,9 @@ from rl_losses import AdvantageEstimator, groups_without_spread
 from rl_train.config import LOSSES
 from rl_train.data import import_function
 from rl_train.encoding import pad
-from rl_train.episodes import TurnEncoder, play, training_rows
+from rl_train.episodes import play, training_rows
 from rl_train.metrics import generation_metrics
+from rl_train.rewards import RewardError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -29,21 +30,21 @@ if TYPE_CHECKING:
     from rl_train.config import RunConfig
     from rl_train.data import Order
     from rl_train.encoding import Encoder
-    from rl_train.rewards import Grades, Rewards
+    from rl_train.rewards import Rewards
 
-__all__ = [
-    "METHODS",
-    "Generated",
-    "Step",
-    "Study",
-    "environment_of",
-    "evaluate",
-    "learn_step",
-    "loss_of",
-]
+__all__ = ["METHODS", "Step", "Study", "environment_of", "evaluate", "learn_step", "loss_of"]
 
-#: Does one step; returns its metrics and some completions for the log.
+#: Does one step; returns its metrics and completions for the log.
 Step: TypeAlias = Callable[["Study", "dict[str, float]"], "tuple[dict[str, float], list[Any]]"]
+Batch: TypeAlias = BatchedDataDict[Any]
+#: Metrics of the loss, and what TRL calls them.
+_OF_TRL = {"kl": "kl", "approx_entropy": "entropy", "clip_fraction": "clip_ratio/region_mean"}
+_OF_DPO = {
+    "rewards_chosen": "rewards/chosen",
+    "rewards_rejected": "rewards/rejected",
+    "rewards_margin": "rewards/margins",
+    "accuracy": "rewards/accuracies",
+}
 
 
 @dataclass
@@ -60,6 +61,7 @@ class Study:
         generator: All random numbers of the loop are drawn from it.
         loss: The method's.
         rewards: For GRPO; None if an environment alone gives rewards.
+        context: Tokens of a row at most, for the engine.
         tokens: Tokens of all steps so far.
     """
 
@@ -72,6 +74,7 @@ class Study:
     generator: torch.Generator
     loss: Any
     rewards: Rewards | None = None
+    context: float = math.inf
     tokens: int = 0
 
     @property
@@ -80,10 +83,9 @@ class Study:
         pad_id = self.tokenizer.pad_token_id
         return int(self.tokenizer.eos_token_id or 0) if pad_id is None else int(pad_id)
 
-    def decode(self, ids: Sequence[int]) -> str:
-        """The text of tokens, without special ones."""
-        text: str = self.tokenizer.decode(ids, skip_special_tokens=True)
-        return text
+    def draw(self, n: int) -> list[Mapping[str, Any]]:
+        """The next rows."""
+        return [self.rows[i] for i in self.order.take(n)]
 
 
 @dataclass
@@ -91,18 +93,21 @@ class Generated:
     """What was generated for some prompts, and its grades.
 
     Attributes:
-        batch: The training batch, without advantages.
-        grades: Of its rows.
-        shown: For each row what a log shows.
-        lengths: Tokens that the model generated, for each row.
-        seconds: Of generating and of grading.
+        batch: What a policy trains on, without advantages, and more columns: ``rewards`` the sum,
+            ``each`` the rewards by function, and ``shown`` what a log shows of a row.
+        names: Of the columns of ``each``.
+        timed_out: Completions without a reward because of a deadline.
     """
 
-    batch: BatchedDataDict[Any]
-    grades: Grades
-    shown: list[dict[str, Any]]
-    lengths: list[int]
-    seconds: dict[str, float] = field(default_factory=dict)
+    batch: Batch
+    names: list[str] = field(default_factory=list)
+    timed_out: int = 0
+
+    @property
+    def lengths(self) -> list[int]:
+        """Tokens that the model generated, for each row."""
+        lengths: list[int] = self.batch["token_mask"].sum(1).long().tolist()
+        return lengths
 
 
 @contextmanager
@@ -162,141 +167,103 @@ def generate(
     study: Study,
     rows: Sequence[Mapping[str, Any]],
     samples: int,
+    seconds: dict[str, float],
     *,
     greedy: bool = False,
 ) -> Generated:
     """Generates ``samples`` completions (or episodes) of each row, and grades them."""
-    seconds: dict[str, float] = {}
     generation = study.backends.generation
     every = [row for row in rows for _ in range(samples)]
-    ids = [study.encoder.prompt(row) for row in rows]
+    prompts = [study.encoder.prompt(row) for row in rows]
     seeds = torch.randint(0, 2**62, (len(every),), generator=study.generator)
     environment, make = study.config.get("environment"), environment_of(study.config)
-    extra = torch.zeros(len(every))
+    grades: dict[str, torch.Tensor] = {}
+    made, texts = Generated(BatchedDataDict()), list[str]()
     with timed(seconds, "generate"):
         generation.prepare_for_generation()
         if environment and make:
+            options: dict[str, Any] = {
+                key: value
+                for key, value in environment.items()
+                if key in ("max_turns", "workers", "deadline_s")
+            }
             episodes = play(
                 generation,
-                [one for one in ids for _ in range(samples)],
+                [prompt for prompt in prompts for _ in range(samples)],
                 every,
                 seeds.tolist(),
                 make=make,
-                encode=TurnEncoder(
-                    study.tokenizer,
-                    chat=study.encoder.chat,
-                    template={
-                        "chat_template": study.encoder.template,
-                        **study.config["data"].get("chat_template_kwargs", {}),
-                    },
-                ),
-                decode=study.decode,
-                room=study.config["generation"].get("max_model_len") or 2**31,
-                max_turns=environment.get("max_turns", 8),
-                workers=environment.get("workers"),
+                encoder=study.encoder,
+                room=study.context,
+                greedy=greedy,
+                **options,
             )
-            batch = training_rows(episodes, study.pad_id)
-            extra = torch.tensor([one.reward for one in episodes])
+            made.batch = training_rows(episodes, study.pad_id)
+            made.timed_out = sum(one.timed_out for one in episodes)
+            grades["environment"] = torch.tensor([float(one.reward) for one in episodes])
             texts = ["\n".join(one.text) for one in episodes]
         else:
-            prompts = pad(ids, study.pad_id).get_dict()
-            given: BatchedDataDict[Any] = BatchedDataDict(
-                {k: prompts[k] for k in ("input_ids", "input_lengths")}
-            )
-            given = given.repeat_interleave(samples)
+            given: Batch = pad(prompts, study.pad_id).repeat_interleave(samples)
             given["seed"] = seeds
-            output = generation.generate(given, greedy)
-            batch = training_batch(output)
-            texts = []
+            made.batch = training_batch(generation.generate(given, greedy))
         generation.finish_generation()
-    mask = batch["token_mask"].bool()
-    made = [row[where].tolist() for row, where in zip(batch["input_ids"], mask, strict=True)]
-    texts = texts or [study.decode(one) for one in made]
-    with timed(seconds, "reward"):
-        prompts_shown = [study.encoder.shown(row) for row in every]
-        grades = _grade(study.rewards, prompts_shown, texts, made, every, extra)
-    shown = [
+    batch = made.batch
+    learned = batch["token_mask"].bool()
+    ids = [row[mask].tolist() for row, mask in zip(batch["input_ids"], learned, strict=True)]
+    texts = texts or study.tokenizer.batch_decode(ids, skip_special_tokens=True)
+    shown = [study.encoder.shown(row) for row in every]
+    batch["rewards"] = grades.get("environment", torch.zeros(len(every)))
+    if study.rewards is not None:
+        with timed(seconds, "reward"):
+            columns = {
+                name: [row.get(name) for row in every]
+                for name in dict.fromkeys(name for row in rows for name in row)
+            }
+            found = study.rewards.grade(shown, texts, ids, columns)
+        made.timed_out += sum(found.timed_out.values())
+        batch["rewards"], grades = batch["rewards"] + found.total, found.each
+    made.names = list(grades)
+    batch["each"] = torch.stack(list(grades.values()), 1)
+    batch["shown"] = [
         {
-            "prompt": prompts_shown[i],
-            "completion": texts[i],
-            "rewards": {name: float(value[i]) for name, value in grades.each.items()},
-            "truncated": bool(batch["truncated"][i]),
+            "prompt": prompt,
+            "completion": text,
+            "rewards": dict(zip(grades, each, strict=True)),
+            "truncated": cut,
         }
-        for i in range(len(every))
+        for prompt, text, each, cut in zip(
+            shown, texts, batch["each"].tolist(), batch["truncated"].tolist(), strict=True
+        )
     ]
-    return Generated(batch, grades, shown, [len(one) for one in made], seconds)
-
-
-def _grade(
-    rewards: Rewards | None,
-    prompts: Sequence[Any],
-    texts: Sequence[str],
-    ids: Sequence[Sequence[int]],
-    rows: Sequence[Mapping[str, Any]],
-    extra: torch.Tensor,
-) -> Grades:
-    from rl_train.rewards import Grades
-
-    if rewards is None:
-        return Grades(extra, {"environment": extra}, {}, 0.0)
-    names = {name for row in rows for name in row}
-    columns = {name: [row.get(name) for row in rows] for name in names}
-    grades = rewards.grade(prompts, texts, ids, columns)
-    return Grades(grades.total + extra, grades.each, grades.timed_out, grades.seconds)
+    return made
 
 
 def grpo_step(study: Study, seconds: dict[str, float]) -> tuple[dict[str, float], list[Any]]:
     """Generates, grades, scores what the loss needs, and trains."""
-    config, policy = study.config, study.backends.policy
+    config, policy, loss = study.config, study.backends.policy, study.loss
     grpo, size = config["grpo"], config["grpo"]["num_generations"]
-    parts: list[Generated] = []
-    equal: list[Generated] = []
-    missing, redrawn = config["batch_size"], 0
-    for attempt in range(1 + grpo.get("max_redraws", 4)):
-        drawn = [study.rows[i] for i in study.order.take(missing)]
-        part = generate(study, drawn, size)
-        for phase, took in part.seconds.items():
-            seconds[phase] = seconds.get(phase, 0.0) + took
-        if grpo.get("equal_rewards", "keep") == "keep":
-            parts.append(part)
-            break
-        flat = groups_without_spread(part.grades.total, group_size=size)
-        spread = ~flat.view(-1, size)[:, 0]
-        parts.append(_groups(part, spread, size))
-        equal.append(_groups(part, ~spread, size))
-        missing = int((~spread).sum())
-        if not missing:
-            break
-        redrawn += missing if attempt < grpo.get("max_redraws", 4) else 0
-    else:  # what is missing after the last attempt are prompts of equal rewards
-        parts.append(_groups(equal[-1], torch.ones(missing, dtype=torch.bool), size))
-    made = parts[0] if len(parts) == 1 else _joined(parts)
-    total = made.grades.total
+    made, redrawn = _drawn(study, seconds)
+    batch, total = made.batch, made.batch["rewards"]
+    shown, each = batch.pop("shown"), batch.pop("each")
     metrics = generation_metrics(
-        {name: values.tolist() for name, values in made.grades.each.items()},
+        dict(zip(made.names, each.T.tolist(), strict=True)),
         total.tolist(),
         size,
         made.lengths,
-        made.batch["truncated"].tolist(),
+        batch["truncated"].tolist(),
     )
     metrics["groups/redrawn"] = redrawn
-    if late := sum(made.grades.timed_out.values()):
-        metrics["rewards/timed_out"] = late
-    batch = made.batch
+    if made.timed_out:
+        metrics["rewards/timed_out"] = made.timed_out
     metrics["weights_version"] = int(batch["weights_version"].max())
     if grpo.get("truncated", "keep") == "mask":
         batch["sample_mask"] = batch["sample_mask"] * ~batch["truncated"]
-    batch["rewards"] = total
     batch["advantages"] = AdvantageEstimator.from_config(grpo.get("advantages", {}))(
-        total,
-        components=torch.stack(list(made.grades.each.values()), dim=1),
-        lengths=made.lengths,
-        group_size=size,
+        total, components=each, lengths=made.lengths, group_size=size
     )
-    for row, advantage in zip(made.shown, batch["advantages"].tolist(), strict=True):
+    for row, advantage in zip(shown, batch["advantages"].tolist(), strict=True):
         row["advantage"] = advantage
     with timed(seconds, "score"):
-        loss = study.loss
         previous = not loss.on_policy and loss.ratio_denominator == "prev_logprobs"
         if previous or loss.reference_policy_kl_penalty:
             policy.prepare_for_lp_inference()
@@ -314,41 +281,41 @@ def grpo_step(study: Study, seconds: dict[str, float]) -> tuple[dict[str, float]
     unmoved = previous or loss.on_policy or grpo["updates"] == 1
     if unmoved and (worst := trained["all_mb_metrics"].get("token_mult_prob_error_max")):
         metrics["logprob_error/max"] = math.log(max(worst))
-    return metrics, made.shown
+    return metrics, shown
 
 
-def _groups(part: Generated, which: torch.Tensor, size: int) -> Generated:
-    """The chosen groups of what was generated."""
-    index = which.repeat_interleave(size).nonzero().flatten()
-    rows = index.tolist()
-    grades = type(part.grades)(
-        part.grades.total[index],
-        {name: values[index] for name, values in part.grades.each.items()},
-        part.grades.timed_out,
-        part.grades.seconds,
-    )
-    shown, lengths = [part.shown[i] for i in rows], [part.lengths[i] for i in rows]
-    return Generated(part.batch.select_indices(index), grades, shown, lengths)
-
-
-def _joined(parts: Sequence[Generated]) -> Generated:
-    """Several of them as one; those without rows do not count."""
-    some = [part for part in parts if part.lengths]
-    first = some[0].grades
-    late = {n: sum(p.grades.timed_out.get(n, 0) for p in some) for n in first.timed_out}
-    grades = type(first)(
-        torch.cat([part.grades.total for part in some]),
-        {name: torch.cat([part.grades.each[name] for part in some]) for name in first.each},
-        late,
-        sum(part.grades.seconds for part in some),
-    )
-    batch: BatchedDataDict[Any] = BatchedDataDict.from_batches([part.batch for part in some])
-    shown = [row for part in some for row in part.shown]
-    return Generated(batch, grades, shown, [n for part in some for n in part.lengths])
+def _drawn(study: Study, seconds: dict[str, float]) -> tuple[Generated, int]:
+    """What is generated for the prompts of a step, and how many of them were taken anew."""
+    grpo, size = study.config["grpo"], study.config["grpo"]["num_generations"]
+    missing, redrawn, parts = study.config["batch_size"], 0, list[Batch]()
+    made = generate(study, study.draw(missing), size, seconds)
+    if grpo.get("equal_rewards", "keep") == "keep":
+        return made, 0
+    timed_out, most = made.timed_out, grpo.get("max_redraws", 4)
+    while True:
+        equal = groups_without_spread(made.batch["rewards"], group_size=size)
+        parts.append(made.batch.select_indices(~equal))
+        missing = int(equal.sum()) // size
+        if not missing or most == 0:
+            break
+        most, redrawn = most - 1, redrawn + missing
+        made = generate(study, study.draw(missing), size, seconds)
+        timed_out += made.timed_out
+    if not sum(part.size for part in parts):
+        raise RewardError(
+            f"all completions of a prompt have the same reward, for each of {redrawn + missing} "
+            f"prompts; the last ones have {made.batch['rewards'][0]:g}",
+            fix="correct the reward functions, or take data that the model solves now and then; "
+            "grpo.equal_rewards=keep trains on such prompts",
+        )
+    if missing:  # after the last attempt
+        parts.append(made.batch.select_indices(equal))
+    batch: Batch = BatchedDataDict.from_batches([part for part in parts if part.size])
+    return Generated(batch, made.names, timed_out), redrawn
 
 
 def learn_step(
-    study: Study, batch: BatchedDataDict[Any], seconds: dict[str, float]
+    study: Study, batch: Batch, seconds: dict[str, float]
 ) -> tuple[dict[str, Any], dict[str, float]]:
     """Trains on a batch; returns what ``train`` returned, and the figures of every method."""
     policy = study.backends.policy
@@ -367,45 +334,28 @@ def learn_step(
     }
 
 
-def sft_step(study: Study, seconds: dict[str, float]) -> tuple[dict[str, float], list[Any]]:
-    """Learns the answers of some rows."""
-    batch = answered(study, [study.rows[i] for i in study.order.take(study.config["batch_size"])])
-    return learn_step(study, batch, seconds)[1], []
+def data_step(study: Study, seconds: dict[str, float]) -> tuple[dict[str, float], list[Any]]:
+    """SFT and DPO: learns the answers of some rows, or to prefer the chosen ones."""
+    batch = _answers(study, study.draw(study.config["batch_size"]), seconds)
+    trained, metrics = learn_step(study, batch, seconds)
+    return metrics | {
+        theirs: trained[ours] for ours, theirs in _OF_DPO.items() if ours in trained
+    }, []
 
 
-def dpo_step(study: Study, seconds: dict[str, float]) -> tuple[dict[str, float], list[Any]]:
-    """Learns to prefer the chosen answers of some rows."""
-    batch = pairs(study, [study.rows[i] for i in study.order.take(study.config["batch_size"])])
+def _answers(study: Study, rows: Sequence[Mapping[str, Any]], seconds: dict[str, float]) -> Batch:
+    """Prompts with their answers; for DPO with the chosen one and the rejected one in turn."""
+    if study.config["method"] == "sft":
+        return pad([study.encoder.answered(row) for row in rows], study.pad_id)
+    batch = pad([one for row in rows for one in study.encoder.pair(row)], study.pad_id)
     with timed(seconds, "score"):
         study.backends.policy.prepare_for_lp_inference()
         reference = study.backends.policy.get_reference_policy_logprobs(batch)
         batch["reference_policy_logprobs"] = reference["reference_logprobs"]
-    trained, metrics = learn_step(study, batch, seconds)
-    return {**metrics, **_preferences(trained)}, []
+    return batch
 
 
-def _preferences(trained: Mapping[str, Any]) -> dict[str, float]:
-    return {
-        "rewards/chosen": trained["rewards_chosen"],
-        "rewards/rejected": trained["rewards_rejected"],
-        "rewards/margins": trained["rewards_margin"],
-        "rewards/accuracies": trained["accuracy"],
-    }
-
-
-def answered(study: Study, rows: Sequence[Mapping[str, Any]]) -> BatchedDataDict[Any]:
-    """Prompts with their answers."""
-    return pad([study.encoder.answered(row) for row in rows], study.pad_id)
-
-
-def pairs(study: Study, rows: Sequence[Mapping[str, Any]]) -> BatchedDataDict[Any]:
-    """Prompts with the chosen answer, and with the rejected one, in turn."""
-    return pad([one for row in rows for one in study.encoder.pair(row)], study.pad_id)
-
-
-#: Metrics of the loss, and what TRL calls them.
-_OF_TRL = {"kl": "kl", "approx_entropy": "entropy", "clip_fraction": "clip_ratio/region_mean"}
-METHODS: dict[str, Step] = {"grpo": grpo_step, "dpo": dpo_step, "sft": sft_step}
+METHODS: dict[str, Step] = {"grpo": grpo_step, "dpo": data_step, "sft": data_step}
 
 
 def evaluate(study: Study, rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
@@ -415,34 +365,37 @@ def evaluate(study: Study, rows: Sequence[Mapping[str, Any]]) -> dict[str, float
     completions is correct, without bias from n samples (Chen et al. 2021, "Evaluating Large
     Language Models Trained on Code", eq. 1). DPO and SFT: the loss.
     """
-    config = study.config
-    options = config["evaluation"]
-    drawn = study.generator.get_state()
+    config, drawn = study.config, study.generator.get_state()
+    options, samples = config["evaluation"], config["evaluation"].get("samples", 1)
+    if config["method"] != "grpo":
+        batch = _answers(study, rows, {})
+        trained = study.backends.policy.train(batch, study.loss, eval_mode=True, gbs=batch.size)
+        return {
+            theirs: float(trained[ours])
+            for ours, theirs in {"loss": "loss", **_OF_DPO}.items()
+            if ours in trained
+        }
     study.generator.manual_seed(config["seed"] + 1)
+    rewards, lengths, truncated = list[float](), list[int](), list[bool]()
+    # As many rows at a time as a step has.
+    size = max(1, config["batch_size"] * config["grpo"]["num_generations"] // samples)
     try:
-        if config["method"] != "grpo":
-            return _evaluate_loss(study, rows)
-        samples = options.get("samples", 1)
-        made = generate(study, rows, samples, greedy=options.get("greedy", False))
-        right = (made.grades.total >= options.get("correct", 1.0)).view(-1, samples).sum(1)
-        metrics = {"reward": float(made.grades.total.mean())}
-        for k in sorted({1, samples}):
-            every = math.comb(samples, k)
-            wrong = [math.comb(samples - int(n), k) / every for n in right]
-            metrics[f"pass@{k}"] = 1.0 - sum(wrong) / len(wrong)
-        metrics["completions/mean_length"] = sum(made.lengths) / len(made.lengths)
-        metrics["completions/clipped_ratio"] = float(made.batch["truncated"].float().mean())
-        return metrics
+        for begin in range(0, len(rows), size):
+            part = rows[begin : begin + size]
+            made = generate(study, part, samples, {}, greedy=options.get("greedy", False))
+            rewards += made.batch["rewards"].tolist()
+            truncated += made.batch["truncated"].tolist()
+            lengths += made.lengths
     finally:
         study.generator.set_state(drawn)
-
-
-def _evaluate_loss(study: Study, rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    policy, preference = study.backends.policy, study.config["method"] == "dpo"
-    batch = pairs(study, rows) if preference else answered(study, rows)
-    if preference:
-        reference = policy.get_reference_policy_logprobs(batch)
-        batch["reference_policy_logprobs"] = reference["reference_logprobs"]
-    trained = policy.train(batch, study.loss, eval_mode=True, gbs=batch.size)
-    metrics = {"loss": float(trained["loss"])}
-    return {**metrics, **_preferences(trained)} if preference else metrics
+    total = torch.tensor(rewards)
+    right = (total >= options.get("correct", 1.0)).view(-1, samples).sum(1)
+    metrics = {
+        "reward": float(total.mean()),
+        "completions/mean_length": sum(lengths) / len(lengths),
+        "completions/clipped_ratio": sum(truncated) / len(truncated),
+    }
+    for k in sorted({1, samples}):
+        wrong = [math.comb(samples - int(n), k) / math.comb(samples, k) for n in right]
+        metrics[f"pass@{k}"] = 1.0 - sum(wrong) / len(wrong)
+    return metrics

@@ -39,10 +39,8 @@ import math
 from statistics import mean, stdev
 from typing import TYPE_CHECKING
 
-from rl_train.lines import as_number
-
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Mapping, Sequence
 
 __all__ = ["generation_metrics"]
 
@@ -66,30 +64,33 @@ def generation_metrics(
     Returns:
         By name; NaN where too few rows have a reward.
     """
-    metrics: dict[str, float] = {}
-    rewards = [as_number(reward) for reward in total]
-    groups = [rewards[i : i + group_size] for i in range(0, len(rewards), group_size)]
+    rewards = _given(total)
+    groups = (total[i : i + group_size] for i in range(0, len(total), group_size))
+    equal = [group_size == 1 or _std(_given(group)) <= 1e-8 for group in groups]
+    metrics: dict[str, float] = {
+        "reward": _mean(rewards),
+        "reward_std": _std(rewards),
+        "frac_reward_zero_std": sum(equal) / len(equal),
+        "completions/clipped_ratio": sum(truncated) / len(truncated),
+    }
     for name, values in rewards_each.items():
-        of_name = [as_number(value) for value in values]
-        metrics[f"rewards/{name}/mean"] = _mean(of_name)
-        metrics[f"rewards/{name}/std"] = _std(of_name)
-    metrics["reward"], metrics["reward_std"] = _mean(rewards), _std(rewards)
-    equal = [group_size == 1 or _std(group) <= 1e-8 for group in groups]
-    metrics["frac_reward_zero_std"] = _mean([float(e) for e in equal])
+        metrics[f"rewards/{name}/mean"] = _mean(_given(values))
+        metrics[f"rewards/{name}/std"] = _std(_given(values))
     ended = [length for length, cut in zip(lengths, truncated, strict=True) if not cut] or [0]
     for kind, counted in (("", lengths), ("terminated_", ended)):
         metrics[f"completions/mean_{kind}length"] = mean(counted)
         metrics[f"completions/min_{kind}length"] = min(counted)
         metrics[f"completions/max_{kind}length"] = max(counted)
-    metrics["completions/clipped_ratio"] = sum(truncated) / len(truncated)
     return metrics
 
 
-def _mean(values: Iterable[float]) -> float:
-    given = [value for value in values if not math.isnan(value)]
-    return mean(given) if given else math.nan
+def _given(values: Sequence[float | None]) -> list[float]:
+    return [value for value in values if value is not None and not math.isnan(value)]
 
 
-def _std(values: Iterable[float]) -> float:
-    given = [value for value in values if not math.isnan(value)]
-    return stdev(given) if len(given) > 1 else math.nan
+def _mean(values: Sequence[float]) -> float:
+    return mean(values) if values else math.nan
+
+
+def _std(values: Sequence[float]) -> float:
+    return stdev(values) if len(values) > 1 else math.nan

@@ -57,7 +57,7 @@ class RewardConfig(TypedDict):
 
 
 class RewardError(RLError, RuntimeError):
-    """A reward function failed. ``details`` has ``function``, ``rows`` and ``traceback``."""
+    """A reward function or an environment failed. ``details`` has ``function`` and ``rows``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,13 +68,11 @@ class Grades:
         total: ``[B]`` float32 weighted sum; 0 where no function gives a reward.
         each: For each function ``[B]`` float32 rewards, without weight; NaN where it gave none.
         timed_out: For each function how many rows have none because of the deadline.
-        seconds: How long it took.
     """
 
     total: torch.Tensor
     each: dict[str, torch.Tensor]
     timed_out: dict[str, int]
-    seconds: float
 
 
 class Rewards:
@@ -201,20 +199,20 @@ class Rewards:
         groups = [list(rows)]
         if self._workers:
             groups = [list(group) for _, group in groupby(rows, lambda row: prompts[row])]
-        calls: list[tuple[int, list[list[int]], Future[Any]]] = []
+        calls: list[tuple[int, list[list[int]], list[Given], Future[Any]]] = []
         each = torch.full((len(self.names), len(rows)), math.nan)
         timed_out = dict.fromkeys(self.names, 0)
         try:
-            for index, function in enumerate(self._functions):
+            for index, function in enumerate(self._functions if rows else ()):
                 for part in [groups] if function.is_async else [[group] for group in groups]:
-                    parts = [
+                    given_to = [
                         {key: [value[row] for row in group] for key, value in chosen[index].items()}
                         for group in part
                     ]
-                    if rows:
-                        calls.append((index, part, self._start(index, parts)))
-            for index, part, call in calls:
-                for group, result in zip(part, self._result(index, part, call, began), strict=True):
+                    calls.append((index, part, given_to, self._start(index, given_to)))
+            for index, part, given_to, call in calls:
+                results = self._result(index, given_to, call, began)
+                for group, result in zip(part, results, strict=True):
                     if result is None:
                         timed_out[self.names[index]] += len(group)
                     elif isinstance(result, _Failure):
@@ -233,21 +231,21 @@ class Rewards:
                         values = [math.nan if value is None else value for value in result]
                         each[index, group] = torch.tensor(values)
         finally:
-            for _, _, call in calls:
+            for *_, call in calls:
                 call.cancel()
         total = each.nan_to_num(nan=0.0).mul(torch.tensor(self._weights)[:, None]).sum(0)
         by_name = dict(zip(self.names, each.unbind(0), strict=True))
-        return Grades(total, by_name, timed_out, time.monotonic() - began)
+        return Grades(total, by_name, timed_out)
 
     def _start(self, index: int, parts: list[Given]) -> Future[Any]:
         if not self._workers:
             future: Future[Any] = Future()
-            call = partial(_call, self._functions[index].bound(), parts, self._deadline_s)
+            function = self._functions[index].bound()
 
-            def run() -> None:
-                future.set_result(call())
+            def call() -> None:
+                future.set_result(_call(function, parts, self._deadline_s))
 
-            threading.Thread(target=run, daemon=True).start()
+            threading.Thread(target=call, daemon=True).start()
             return future
         if self._pool is not None and not self._pool.active:  # its processes were killed
             self._end_processes()
@@ -267,19 +265,21 @@ class Rewards:
         return started
 
     def _result(
-        self, index: int, groups: list[list[int]], call: Future[Any], began: float
-    ) -> Sequence[Any]:
+        self, index: int, parts: list[Given], call: Future[Any], began: float, again: bool = True
+    ) -> list[Any]:
         wait = None if self._workers else max(0.0, began + self._deadline_s - time.monotonic())
         try:
             result: list[Any] = call.result(wait)
             return result
         except TimeoutError:
-            return [None] * len(groups)
-        except (ProcessExpired, BrokenProcessPool) as error:
-            why = "it was killed, ran out of memory, or called exit"
-            if isinstance(error, BrokenProcessPool):
-                why = "a script that makes Rewards needs 'if __name__ == \"__main__\":'"
-            return [_Failure(f"its process has ended ({error}); {why}")] * len(groups)
+            return [None] * len(parts)
+        except ProcessExpired as error:
+            if again:  # it may have been killed for the memory that an earlier call took
+                return self._result(index, parts, self._start(index, parts), began, False)
+            why = f"({error}) twice; it was killed, ran out of memory, or called exit"
+        except BrokenProcessPool as error:
+            why = f"({error}); a script that makes Rewards needs 'if __name__ == \"__main__\":'"
+        return [_Failure(f"its process has ended {why}")] * len(parts)
 
 
 @dataclass(frozen=True, slots=True)

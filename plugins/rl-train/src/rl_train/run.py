@@ -9,24 +9,18 @@ from collections.abc import Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
-from math import ceil
+from math import ceil, inf
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from rl_core.errors import (
-    ConfigError,
-    DeadlineError,
-    RefitError,
-    RLError,
-    WorkerDiedError,
-)
+from rl_core.errors import ConfigError, DeadlineError, RefitError, RLError, WorkerDiedError
 from rl_core.plugins.registry import resolve
 from rl_train.backends import Backends
-from rl_train.checkpoints import Checkpoints
+from rl_train.checkpoints import Checkpoints, locked
 from rl_train.config import check_run
-from rl_train.data import Order, columns_of, load_rows
+from rl_train.data import Order, load_rows
 from rl_train.encoding import Encoder
 from rl_train.log import RunLog
 from rl_train.methods import METHODS, Study, environment_of, evaluate, loss_of
@@ -73,7 +67,7 @@ def train(
     origins: Origins | None = None,
     rows: Sequence[Mapping[str, Any]] | None = None,
     eval_rows: Sequence[Mapping[str, Any]] | None = None,
-    rewards: Sequence[Callable[..., Any]] | None = None,
+    rewards: Sequence[str | Callable[..., Any]] | None = None,
     reward_weights: Sequence[float] | None = None,
 ) -> Outcome:
     """Trains to the last step, or until a signal stops the run.
@@ -96,10 +90,12 @@ def train(
             go on.
     """
     checked = check_run(config, origins)
-    method = checked["method"]
+    method, given = checked["method"], checked["data"]
     loss = loss_of(checked)
     environment_of(checked)
-    if method == "grpo" and not (rewards or checked.get("rewards") or checked.get("environment")):
+    options: Any = checked.get("rewards") or {}
+    functions = rewards or options.get("functions", ())
+    if method == "grpo" and not (functions or checked.get("environment")):
         raise ConfigError(
             "GRPO needs a reward, and the configuration has none",
             fix="set rewards: [math], or a function of yours: rewards: [my_rewards.py:score]",
@@ -108,62 +104,82 @@ def train(
     engine, place = checked["generation"], checked["placement"].get("generation", {})
     if method == "grpo" and place.get("where", "here") == "here":
         resolve(engine["backend"], "generation", config=engine)  # raises if it is not installed
-    tokenizer = _tokenizer(checked)
+    tokenizer, model = _tokenizer_and_config(checked)
+    context = getattr(model.get_text_config(), "max_position_embeddings", None)
+    if method == "grpo":
+        context = checked["generation"].get("max_model_len") or context
+        if context is not None and given.get("long_prompts") == "cut":
+            given["max_prompt_tokens"] = min(given.get("max_prompt_tokens") or context, context - 1)
+    load: Any = partial(load_rows, tokenizer=tokenizer, context=context, method=method)
     with ExitStack() as stack:
-        data = load_rows(checked["data"], tokenizer) if rows is None else _given("the data", rows)
-        encoder = Encoder(tokenizer, checked["data"])
-        tested: Any = _eval_rows(checked, tokenizer) if eval_rows is None else ()
-        if eval_rows is not None and len(eval_rows):
-            tested = _given("the evaluation", eval_rows)
-        order = Order(len(data), checked["seed"], checked["data"].get("shuffle", True))
+        stack.enter_context(locked(Path(checked["output"])))
+        _check_rows("the data", rows)
+        data, tested = load(given, rows=rows), None
+        if eval_rows is not None and not len(eval_rows):
+            eval_rows = None
+        _check_rows("the evaluation", eval_rows)
+        if eval_rows is not None or "data" in checked["evaluation"]:
+            own = checked["evaluation"].get("data", {})
+            of_path = ("name", "split") if "path" in own else ()
+            inherited = {key: value for key, value in given.items() if key not in of_path}
+            tested = load({**inherited, **own}, rows=eval_rows)
+        order = Order(len(data), checked["seed"], given.get("shuffle", True))
         steps = checked["steps"] or ceil(checked["epochs"] * len(data) / checked["batch_size"])
         schedule = checked["policy"].get("scheduler", {})
         if schedule.get("name", "constant") != "constant":
             schedule.setdefault("total_steps", max(1, steps * checked["grpo"]["updates"]))
-        checkpoints = Checkpoints(checked)  # a checkpoint has the configuration as it is now
+        checkpoints = Checkpoints(checked, data.digest)  # which compares all that was filled in
         found = checkpoints.find()
         graders = None
-        if method == "grpo" and (rewards or checked.get("rewards")):
-            given: Any = checked.get("rewards") or {}
-            options = dict(given)
-            functions = rewards or options.get("functions", ())
-            graders = stack.enter_context(
-                Rewards(
-                    functions,
-                    reward_weights,
-                    # A process would import the caller's script again to get at its functions.
-                    workers=options.get("workers", 0 if rewards else None),
-                    deadline_s=options.get("deadline_s", 30.0),
-                )
+        if method == "grpo" and functions:
+            graders = Rewards(
+                functions,
+                reward_weights,
+                # A process would import the caller's script again to get at its functions.
+                workers=options.get("workers", 0 if rewards else None),
+                deadline_s=options.get("deadline_s", 30.0),
             )
+            stack.enter_context(graders)
         # What can be wrong with all rows is wrong with the first: before a model is loaded.
+        encoder = Encoder(tokenizer, given)
         encode = {"grpo": encoder.prompt, "dpo": encoder.pair, "sft": encoder.answered}[method]
         for where, some in (("data", data), ("evaluation.data", tested)):
-            if len(some):
+            if some:
                 encode(some[0])
                 if graders is not None:
-                    graders.check(columns_of(some), where)
-        log = stack.enter_context(
-            RunLog(
-                checked["output"],
-                checked["log"],
-                total_steps=steps,
-                phase=method.upper(),
-                settings=checked,
-                resume=found is not None,
-                tolerance=_tolerance(checked) if method == "grpo" else None,
-            )
+                    graders.check(some.columns, where)
+        log = RunLog(
+            checked["output"],
+            checked["log"],
+            total_steps=steps,
+            phase=method.upper(),
+            settings=checked,
+            resume=found is not None,
+            tolerance=_tolerance(checked, model) if method == "grpo" else None,
         )
+        stack.enter_context(log)
         log.note(
             f"{method.upper()} of {checked['model']}: {steps} steps, policy "
             f"{checked['policy']['backend']}"
             + (f", engine {checked['generation']['backend']}" if method == "grpo" else "")
-            + f", {len(data)} rows; everything is written to {checked['output']}"
+            + f", {len(data)} rows"
+            + (f" ({data.dropped} more are too long and left out)" if data.dropped else "")
+            + f"; everything is written to {checked['output']}"
         )
-        backends = Backends(checked, resume_from=found.policy if found else None)
+        backends = Backends(checked, resume_from=str(found.path / "policy") if found else None)
         stack.callback(backends.close)
-        generator = torch.Generator().manual_seed(checked["seed"])
-        study = Study(checked, backends, data, encoder, order, tokenizer, generator, loss, graders)
+        study = Study(
+            checked,
+            backends,
+            data,
+            encoder,
+            order,
+            tokenizer,
+            torch.Generator().manual_seed(checked["seed"]),
+            loss,
+            graders,
+            context or inf,
+        )
         loop = _Loop(study, log, checkpoints, tested, steps)
         if found is not None:
             loop.resume(found)
@@ -180,7 +196,7 @@ class _Loop:
         study: Study,
         log: RunLog,
         checkpoints: Checkpoints,
-        tested: Sequence[Mapping[str, Any]],
+        tested: Sequence[Mapping[str, Any]] | None,
         steps: int,
     ) -> None:
         self.study, self.log, self.checkpoints = study, log, checkpoints
@@ -189,12 +205,15 @@ class _Loop:
         self.outcome = Outcome(Path(study.config["output"]))
         self.restarts = study.config["restarts"]
         self.signal: str | None = None
+        self.saved: int | None = None
 
     def resume(self, found: Found) -> None:
         """Goes on from a checkpoint."""
         self._put(found.state)
         self.outcome.steps, self.outcome.checkpoint = found.step, found.path
+        self.saved = found.step
         self.log.rewind(found.step)
+        self.checkpoints.rewind(found.step)
         self.log.note(f"resuming {found.path}, after step {found.step}")
 
     def run(self) -> Outcome:
@@ -204,25 +223,20 @@ class _Loop:
         with self._signals():
             if outcome.steps < self.steps:
                 self._with_engine(self._refit)
-            if outcome.steps == 0:
+            if self.saved is None:
                 self._evaluate()
             while outcome.steps < self.steps and self.signal is None:
                 seconds: dict[str, float] = {}
-                start = time.perf_counter()
-                before = self._state()
+                start, before = time.perf_counter(), self._state()
                 with self._saved_if_it_fails(before):
-                    metrics, shown = self._with_engine(
-                        partial(step_of, self.study, seconds), before
-                    )
+                    step = partial(step_of, self.study, seconds)
+                    metrics, shown = self._with_engine(step, before)
                 outcome.steps += 1
                 if self.config["method"] == "grpo":
                     self._with_engine(self._refit)
                     report = self.study.backends.report
-                    assert report is not None
-                    metrics |= {
-                        "refit/seconds": report.seconds,
-                        "refit/gb_per_s": report.gb_per_s,
-                    }
+                    metrics["refit/seconds"] = report.seconds
+                    metrics["refit/gb_per_s"] = report.gb_per_s
                 metrics |= {f"time/{phase}": took for phase, took in seconds.items()}
                 metrics["step_time"] = time.perf_counter() - start
                 outcome.metrics = metrics
@@ -236,12 +250,9 @@ class _Loop:
                 if shown:
                     self.log.completions(outcome.steps, shown)
                 self._evaluate()  # before it is saved, so that a run that resumes does not again
-                if every and outcome.steps % every == 0 and outcome.steps < self.steps:
+                if every and outcome.steps % every == 0:
                     self._save()
-            if outcome.checkpoint is None or not outcome.checkpoint.name.endswith(
-                f"{outcome.steps:06d}"
-            ):
-                self._save()
+            self._save()
         if self.signal is not None and outcome.steps < self.steps:
             outcome.stopped = self.signal
             self.log.note(
@@ -258,11 +269,10 @@ class _Loop:
     def _evaluate(self) -> None:
         step, every = self.outcome.steps, self.config["evaluation"].get("every", 0)
         due = step in (0, self.steps) or (every and step % every == 0)
-        if not self.tested or not due:
-            return
-        figures = self._with_engine(lambda: evaluate(self.study, self.tested))
-        self.outcome.evaluations[step] = figures
-        self.log.evaluation(step, figures)
+        if self.tested and due:
+            figures = self._with_engine(partial(evaluate, self.study, self.tested))
+            self.outcome.evaluations[step] = figures
+            self.log.evaluation(step, figures)
 
     @contextmanager
     def _saved_if_it_fails(self, before: Mapping[str, Any]) -> Iterator[None]:
@@ -271,27 +281,26 @@ class _Loop:
         try:
             yield
         except Exception:
-            saved = self.outcome.checkpoint
-            done = saved is not None and saved.name.endswith(f"{self.outcome.steps:06d}")
-            if self.outcome.steps and self.study.tokens == trained and not done:
+            if self.outcome.steps and self.study.tokens == trained:
                 self._put(before)
                 with suppress(RLError):  # the caller must see why the step failed
                     self._save()
             raise
 
     def _save(self) -> None:
-        step = self.outcome.steps
-        self.outcome.checkpoint = self.checkpoints.save(
-            step, self.study.backends.policy, self._state()
-        )
-        self.log.note(f"saved {self.outcome.checkpoint}")
+        if self.saved != self.outcome.steps:
+            self.outcome.checkpoint = self.checkpoints.save(
+                self.outcome.steps, self.study.backends.policy, self._state()
+            )
+            self.saved = self.outcome.steps
+            self.log.note(f"saved {self.outcome.checkpoint}")
 
     def _with_engine(self, act: Callable[[], Any], before: dict[str, Any] | None = None) -> Any:
         """Does something; with another engine and the same numbers if the engine died."""
-        trained = self.study.tokens
+        trained, attempt = self.study.tokens, act
         while True:
             try:
-                return act()
+                return attempt()
             except _OF_THE_ENGINE as error:
                 # A policy that was trained, or that is at fault itself, cannot do the step again.
                 done = before is not None and self.study.tokens != trained
@@ -299,11 +308,18 @@ class _Loop:
                     raise
                 self.restarts -= 1
                 first = str(error).splitlines()[0]
-                self.log.note(f"the engine failed ({first}); starting another one")
-                if before is not None:
-                    self._put(before)
-                self.study.backends.start_engine()
-                self._refit()
+                self.log.note(
+                    f"the engine failed ({first}); starting another one, {self.restarts} more at "
+                    "most"
+                )
+                attempt = partial(self._with_another_engine, act, before)
+
+    def _with_another_engine(self, act: Callable[[], Any], before: dict[str, Any] | None) -> Any:
+        if before is not None:
+            self._put(before)
+        self.study.backends.start_engine()
+        self._refit()
+        return act()
 
     def _state(self) -> dict[str, Any]:
         """What the loop's next numbers depend on, as JSON."""
@@ -328,7 +344,7 @@ class _Loop:
 
         def note(number: int, _: object) -> None:
             if self.signal is not None:
-                raise KeyboardInterrupt
+                raise KeyboardInterrupt if number == signal.SIGINT else SystemExit(128 + number)
             self.signal = signal.Signals(number).name
             self.log.note(
                 f"{self.signal}: the run ends after this step; a second signal ends it at once"
@@ -345,26 +361,16 @@ class _Loop:
                 signal.signal(number, handler)
 
 
-def _tolerance(config: RunConfig) -> float:
-    """How far log-probs may be apart, in the coarser of the dtypes of engine and policy."""
-    from transformers import AutoConfig
+def _tokenizer_and_config(config: RunConfig) -> tuple[Any, Any]:
+    """The model's tokenizer, and its configuration as transformers has it."""
+    from transformers import AutoConfig, AutoTokenizer
 
-    dtypes = {config["policy"].get("torch_dtype", "float32")}
-    dtypes.add(config["generation"].get("torch_dtype", "auto"))
-    if "auto" in dtypes:
-        trust = config["policy"].get("trust_remote_code", False)
-        model = AutoConfig.from_pretrained(config["model"], trust_remote_code=trust)
-        dtypes = dtypes - {"auto"} | {str(model.dtype or "float32").removeprefix("torch.")}
-    return TOLERANCE["float32" if dtypes == {"float32"} else "other"]
-
-
-def _tokenizer(config: RunConfig) -> Any:
-    from transformers import AutoTokenizer
-
-    name = config["policy"].get("model_name", config["model"])
+    name = config["policy"]["model_name"]
+    trust = config["policy"].get("trust_remote_code", False)
     try:
-        return AutoTokenizer.from_pretrained(
-            name, trust_remote_code=config["policy"].get("trust_remote_code", False)
+        return (
+            AutoTokenizer.from_pretrained(name, trust_remote_code=trust),
+            AutoConfig.from_pretrained(name, trust_remote_code=trust),
         )
     except (OSError, ValueError) as error:
         raise ConfigError(
@@ -375,10 +381,10 @@ def _tokenizer(config: RunConfig) -> Any:
         ) from error
 
 
-def _given(name: str, rows: Any) -> Any:
-    """Rows that a caller passes, if they are rows."""
+def _check_rows(name: str, rows: Any) -> None:
+    """Refuses what a caller passes, if these are not rows."""
     try:
-        first = rows[0]
+        first = {} if rows is None else rows[0]
     except (LookupError, TypeError):  # empty, a DataFrame, a DatasetDict
         first = None
     if not isinstance(first, Mapping):
@@ -388,15 +394,12 @@ def _given(name: str, rows: Any) -> Any:
             "a DatasetDict one split; for a file, set data.path",
             key=name,
         )
-    return rows
 
 
-def _eval_rows(config: RunConfig, tokenizer: Any) -> Sequence[Mapping[str, Any]]:
-    """The rows of evaluations; none without ``evaluation.data``."""
-    of_evaluation = config["evaluation"].get("data")
-    if of_evaluation is None:
-        return ()
-    of_path = ("name", "split") if "path" in of_evaluation else ()
-    inherited = {key: value for key, value in config["data"].items() if key not in of_path}
-    rows = load_rows({**inherited, **of_evaluation}, tokenizer)
-    return [rows[i] for i in range(len(rows))]
+def _tolerance(config: RunConfig, model: Any) -> float:
+    """How far log-probs may be apart, in the coarser of the dtypes of engine and policy."""
+    dtypes = {config["policy"].get("torch_dtype", "float32")}
+    dtypes.add(config["generation"].get("torch_dtype", "auto"))
+    if "auto" in dtypes:
+        dtypes = dtypes - {"auto"} | {str(model.dtype or "float32").removeprefix("torch.")}
+    return TOLERANCE["float32" if dtypes == {"float32"} else "other"]

@@ -6,32 +6,33 @@ import importlib
 import json
 import re
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from rl_core.errors import ConfigError
 from rl_train.lines import replace
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping
+    from collections.abc import Callable, Mapping
     from pathlib import Path
 
 __all__ = ["Trackers"]
 
 
-class _Tracker(Protocol):
+class _Tracker:
     """One that is open. ``id`` is what it calls the run, ``place`` where a person finds it."""
 
     id: str
     place: str
     #: Whether it can take back the figures beyond a step.
-    rewinds: bool
+    rewinds = False
 
+    def __init__(self, trackers: Trackers, known: str | None) -> None: ...
     def log(self, step: int, metrics: Mapping[str, float]) -> None: ...
     def rewind(self, step: int) -> None: ...
     def close(self, failed: bool) -> None: ...
 
 
-class _TensorBoard:
+class _TensorBoard(_Tracker):
     rewinds = True
 
     def __init__(self, trackers: Trackers, known: str | None) -> None:
@@ -56,9 +57,7 @@ class _TensorBoard:
         self._writer.close()
 
 
-class _WandB:
-    rewinds = False
-
+class _WandB(_Tracker):
     def __init__(self, trackers: Trackers, known: str | None) -> None:
         import wandb
 
@@ -80,23 +79,19 @@ class _WandB:
     def close(self, failed: bool) -> None:
         self._run.finish(exit_code=int(failed))
 
-    def rewind(self, step: int) -> None: ...
 
-
-class _MLflow:
-    rewinds = False
-
+class _MLflow(_Tracker):
     def __init__(self, trackers: Trackers, known: str | None) -> None:
         from mlflow import MlflowClient, get_tracking_uri
 
-        self._client = MlflowClient()
-        self.place = f"experiment {trackers.project!r} at {get_tracking_uri()}"
+        self._client, name = MlflowClient(), trackers.project
+        self.place = f"experiment {name!r} at {get_tracking_uri()}"
         if known is not None:
             self.id = known
             self._client.update_run(known, status="RUNNING")
             return
-        found = self._client.get_experiment_by_name(trackers.project)
-        where = found.experiment_id if found else self._client.create_experiment(trackers.project)
+        found = self._client.get_experiment_by_name(name)
+        where = found.experiment_id if found else self._client.create_experiment(name)
         self.id = self._client.create_run(where, run_name=trackers.run_name).info.run_id
         self._client.log_dict(self.id, trackers.settings, "settings.json")
 
@@ -112,11 +107,9 @@ class _MLflow:
     def close(self, failed: bool) -> None:
         self._client.set_terminated(self.id, status="FAILED" if failed else "FINISHED")
 
-    def rewind(self, step: int) -> None: ...
 
-
-#: How each is made, and modules one of which it needs.
-_KNOWN: dict[str, tuple[Callable[[Trackers, str | None], _Tracker], tuple[str, ...]]] = {
+#: The class of each, and modules one of which it needs.
+_KNOWN: dict[str, tuple[type[_Tracker], tuple[str, ...]]] = {
     "tensorboard": (_TensorBoard, ("tensorboard", "tensorboardX")),
     "wandb": (_WandB, ("wandb",)),
     "mlflow": (_MLflow, ("mlflow",)),
@@ -131,30 +124,29 @@ class Trackers:
     do not get a second time.
 
     Args:
-        names: Of ``tensorboard``, ``wandb``, ``mlflow``.
+        config: See :class:`~rl_train.log.LogConfig`.
         folder: Of the run.
-        project: See :class:`~rl_train.log.LogConfig`.
-        run_name: See there.
         settings: Configuration of the run, as JSON has it.
         note: Shows a person a line.
 
     Raises:
-        ConfigError: One is not installed.
+        ConfigError: One is not installed, or (in ``open``) does not start.
     """
 
     def __init__(
         self,
-        names: Iterable[str],
+        config: Mapping[str, Any],
         folder: Path,
-        *,
-        project: str,
-        run_name: str,
         settings: dict[str, Any],
         note: Callable[[str], None],
     ) -> None:
-        self.folder, self.project, self.run_name = folder, project, run_name
-        self.settings, self._note = settings, note
-        self._names, self._file = list(dict.fromkeys(names)), folder / "trackers.json"
+        self.folder, self.settings, self._note = folder, settings, note
+        self.project = config.get("project", "rl-train")
+        self.run_name = config.get("run_name", folder.resolve().name)
+        self._names, self._file = (
+            list(dict.fromkeys(config.get("to", []))),
+            folder / "trackers.json",
+        )
         self._opened: dict[str, _Tracker] = {}
         self._kept: dict[str, Any] = {}
         for name in self._names:
@@ -166,16 +158,12 @@ class Trackers:
                 )
 
     def open(self) -> None:
-        """Starts them, or goes on with the runs that the folder has.
-
-        Raises:
-            ConfigError: One does not start.
-        """
+        """Starts them, or goes on with the runs that the folder has."""
         if self._names and self._file.exists():
             self._kept = json.loads(self._file.read_text(encoding="utf-8"))
         for name in self._names:
             try:
-                tracker = _KNOWN[name][0](self, self._kept.get(name))
+                self._opened[name] = _KNOWN[name][0](self, self._kept.get(name))
             except Exception as error:
                 self.close(failed=True)
                 raise ConfigError(
@@ -184,8 +172,7 @@ class Trackers:
                     f"there, delete {self._file} to begin a new one",
                     key="log.to",
                 ) from error
-            self._opened[name] = tracker
-            self._kept[name] = tracker.id
+            self._kept[name] = self._opened[name].id
             self._save()
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
