@@ -103,7 +103,6 @@ def ours(folder: Path, steps: int) -> dict[str, float]:
             data,
             Encoder(tokenizer, config["data"]),
             Order(len(data), 0),
-            tokenizer,
             torch.Generator().manual_seed(0),
             loss_of(config),
             r,

@@ -562,6 +562,7 @@ def test_a_run_goes_on_with_the_same_data_and_configuration_alone(
     model: Path, tmp_path: Path
 ) -> None:
     config = configured(model, tmp_path, steps=2, checkpoint={"every": 1, "resume": "auto"})
+    config["policy"] = {}  # a schedule follows from the number of steps
     train(config, rows=ROWS)
     changed = [{**ROWS[0], "answer": "5"}, *ROWS[1:]]
     with pytest.raises(ConfigError, match=r"rows of data are not those with which .*step-000002"):
@@ -669,18 +670,21 @@ def test_an_environment_that_fails_is_an_error_of_the_step(
         played(model, tmp_path, how)
 
 
+@pytest.mark.filterwarnings("ignore:the rewards of each prompt:rl_core.LoopWarning")
 def test_an_environment_that_never_ends_costs_its_episode(model: Path, tmp_path: Path) -> None:
     metrics = played(model, tmp_path, "hangs").metrics
     assert metrics["rewards/timed_out"] == 4  # the completions of one prompt
     assert metrics["reward"] == pytest.approx(35 / 36)
 
 
+@pytest.mark.filterwarnings("ignore:the rewards of each prompt:rl_core.LoopWarning")
 def test_a_reply_that_is_too_long_ends_the_episode(model: Path, tmp_path: Path) -> None:
     metrics = played(model, tmp_path, "long").metrics
     assert metrics["completions/clipped_ratio"] == 1
     assert metrics["completions/max_length"] <= 4
 
 
+@pytest.mark.filterwarnings("ignore:the rewards of each prompt:rl_core.LoopWarning")
 def test_evaluations_of_several_turns_can_be_greedy(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -25,11 +25,7 @@ _CLUSTERS = {
 
 
 class Backends:
-    """Starts a run's policy and, for GRPO, its engine; ends both.
-
-    Args:
-        config: Of the run, checked.
-        resume_from: The policy's part of a checkpoint to go on from.
+    """Starts a run's policy, maybe from a checkpoint, and, for GRPO, its engine; ends both.
 
     Attributes:
         policy: What trains.

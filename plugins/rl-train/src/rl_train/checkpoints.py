@@ -55,13 +55,7 @@ def locked(folder: Path) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Found:
-    """A checkpoint to go on from.
-
-    Attributes:
-        path: Its folder.
-        step: Steps that were done.
-        state: What :meth:`Checkpoints.save` was given.
-    """
+    """A checkpoint to go on from: its folder, the steps that were done, and the loop's state."""
 
     path: Path
     step: int
@@ -72,10 +66,7 @@ class Checkpoints:
     """The folder ``checkpoints`` of a run: ``step-000100/policy`` and ``step-000100/run.json``.
 
     A checkpoint has its name once all of it is written: one that was interrupted is no checkpoint.
-
-    Args:
-        config: Of the run.
-        data: Digest of the data.
+    It has the configuration and the digest of the data, which must be the same for a run to go on.
     """
 
     def __init__(self, config: RunConfig, data: str) -> None:

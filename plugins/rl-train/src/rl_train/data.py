@@ -134,7 +134,7 @@ def load_rows(
 
     Args:
         config: See :class:`DataConfig`.
-        tokenizer: Counts the tokens of rows; needed for limits to apply here.
+        tokenizer: Counts the tokens of rows; without it no row is too long.
         rows: The rows, instead of those of ``data.path``.
         context: Tokens of a row at most, for the model.
         method: What the rows are for.
@@ -326,13 +326,7 @@ def _load(path: str, config: Mapping[str, Any], files: Sequence[str] = ()) -> An
 
 
 class Order:
-    """Numbers of rows, epoch after epoch; within an epoch none twice.
-
-    Args:
-        size: How many rows there are.
-        seed: Of the orders; each epoch has another.
-        shuffle: False goes through the rows as they are.
-    """
+    """Numbers of rows, epoch after epoch, each with another order; within an epoch none twice."""
 
     def __init__(self, size: int, seed: int, shuffle: bool = True) -> None:
         self._size, self._seed, self._shuffle = size, seed, shuffle

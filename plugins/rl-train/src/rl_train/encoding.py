@@ -219,15 +219,10 @@ class Encoder:
     def between(
         self, messages: Sequence[Mapping[str, Any]] | str, last: int, row: Mapping[str, Any]
     ) -> list[int]:
-        """The tokens between a turn of the model and the next one, with messages in between.
+        """The tokens between a turn of the model, which ended with ``last``, and the next one.
 
-        With a chat template, these are what it writes behind the model's turn in a short
-        conversation with the messages, up to the begin of the next turn.
-
-        Args:
-            messages: Of an environment; a text is taken as it is.
-            last: The token with which the model's turn ended.
-            row: Of the episode.
+        A text is taken as it is. Of messages these are what a chat template writes behind the
+        model's turn in a short conversation with them, up to the begin of the next turn.
 
         Raises:
             ConfigError: No chat template writes messages behind the model's turn.

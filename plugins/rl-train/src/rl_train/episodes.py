@@ -106,20 +106,10 @@ def play(
     workers: int | None = None,
     deadline_s: float = 300.0,
 ) -> list[Episode]:
-    """Plays one episode for each prompt; all go on at the same time.
+    """Plays one episode for each prompt; all go on at the same time, or as many as ``workers``.
 
-    Args:
-        generation: The engine; turns of different episodes are decoded together where it can.
-        prompts: Token ids of each.
-        rows: The data's row of each.
-        seeds: Of each episode; turn t draws from seed + t.
-        make: Makes an environment.
-        encoder: Between texts and tokens.
-        room: Tokens of an episode at most, the prompt's included.
-        greedy: Take the most likely tokens.
-        max_turns: Of the model.
-        workers: Episodes at a time. Default: all.
-        deadline_s: Seconds that an environment may take for an answer.
+    Turn t of an episode draws from its seed + t. ``room`` is how many tokens an episode may have,
+    the prompt's included.
 
     Raises:
         RewardError: An environment failed, or returned something else than a :class:`Turn`.
@@ -228,18 +218,7 @@ class _Thread:
 
 
 def training_rows(episodes: Sequence[Episode], pad: int) -> BatchedDataDict[Any]:
-    """The batch that a policy trains on: rewards and advantages are for the caller to add.
-
-    Args:
-        episodes: ``B`` of them; the longest has ``W`` tokens.
-        pad: Fills rows on the right.
-
-    Returns:
-        ``input_ids`` ``[B, W]`` int64, ``input_lengths`` ``[B]`` int64, ``token_mask`` ``[B, W]``
-        float32 with 1 on what the model generated, ``generation_logprobs`` ``[B, W]`` float32,
-        ``sample_mask`` ``[B]`` float32, ``truncated`` ``[B]`` bool, ``weights_version`` and
-        ``weights_origin`` ``[B]`` int64.
-    """
+    """The batch of :func:`rl_core.training_batch`, with a row for each episode."""
 
     def rows(values: Iterable[Sequence[float]], fill: float = 0.0) -> torch.Tensor:
         tensors = [torch.tensor(one) for one in values]

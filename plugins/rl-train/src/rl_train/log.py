@@ -83,8 +83,8 @@ class RunLog:
         total_steps: Steps of the whole run.
         phase: What the bar is labelled with.
         settings: Configuration of the run, for the trackers.
-        resume: Whether the run goes on with what the folder has; see :meth:`rewind`.
-        tolerance: How large ``logprob_error/max`` may be, for the summary and the plot.
+        resume: Whether the run goes on with what the folder has.
+        tolerance: How large ``logprob_error/max`` may be.
         console: Where a person sees progress. Default: stderr.
 
     Raises:
@@ -152,12 +152,7 @@ class RunLog:
             self.note(f"{self._plot}: the curves cannot be drawn: {error}")
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Writes the figures of a step, sends them to the trackers and shows some of them.
-
-        Args:
-            step: From 1.
-            metrics: By name; what is not finite becomes null.
-        """
+        """Writes the figures of a step, sends them to the trackers and shows some of them."""
         row = self._write(step, metrics)
         now, took = time.monotonic(), metrics.get("step_time")
         if self._last_time is not None:
@@ -181,12 +176,7 @@ class RunLog:
             self.note("  ".join([f"step {step}/{self._total_steps}", *figures]))
 
     def evaluation(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Writes and shows the figures of an evaluation, with ``eval_`` before their names.
-
-        Args:
-            step: The last one before the evaluation; 0 for none.
-            metrics: By name, with the prefix or without.
-        """
+        """Writes and shows the figures of an evaluation, with ``eval_`` before their names."""
         row = self._write(
             step, {f"eval_{name.removeprefix('eval_')}": v for name, v in metrics.items()}
         )
@@ -196,10 +186,8 @@ class RunLog:
     def completions(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
         """Keeps a few completions of a step, spread over its rows, and shows two on a terminal.
 
-        Args:
-            step: Only the first and every ``completions_every``-th are kept.
-            rows: Each with ``prompt`` and ``completion`` (text or messages), ``rewards`` (by name
-                of the function), ``advantage`` and ``truncated``; other keys are kept too.
+        A row has ``prompt`` and ``completion`` (text or messages), ``rewards`` by name of the
+        function, ``advantage`` and ``truncated``; other keys are kept too.
         """
         kept = min(self._config.get("completions", 4), len(rows))
         if not kept or (step != 1 and step % self._config.get("completions_every", 10)):

@@ -57,7 +57,6 @@ class Study:
         rows: The data.
         encoder: From rows to tokens.
         order: Which rows come next.
-        tokenizer: The model's.
         generator: All random numbers of the loop are drawn from it.
         loss: The method's.
         rewards: For GRPO; None if an environment alone gives rewards.
@@ -70,7 +69,6 @@ class Study:
     rows: Sequence[Mapping[str, Any]]
     encoder: Encoder
     order: Order
-    tokenizer: Any
     generator: torch.Generator
     loss: Any
     rewards: Rewards | None = None
@@ -80,8 +78,9 @@ class Study:
     @property
     def pad_id(self) -> int:
         """Fills rows on the right."""
-        pad_id = self.tokenizer.pad_token_id
-        return int(self.tokenizer.eos_token_id or 0) if pad_id is None else int(pad_id)
+        tokenizer = self.encoder.tokenizer
+        pad_id = tokenizer.pad_token_id
+        return int(tokenizer.eos_token_id or 0) if pad_id is None else int(pad_id)
 
     def draw(self, n: int) -> list[Mapping[str, Any]]:
         """The next rows."""
@@ -210,7 +209,7 @@ def generate(
     batch = made.batch
     learned = batch["token_mask"].bool()
     ids = [row[mask].tolist() for row, mask in zip(batch["input_ids"], learned, strict=True)]
-    texts = texts or study.tokenizer.batch_decode(ids, skip_special_tokens=True)
+    texts = texts or study.encoder.tokenizer.batch_decode(ids, skip_special_tokens=True)
     shown = [study.encoder.shown(row) for row in every]
     batch["rewards"] = grades.get("environment", torch.zeros(len(every)))
     if study.rewards is not None:

@@ -174,7 +174,6 @@ def train(
             data,
             encoder,
             order,
-            tokenizer,
             torch.Generator().manual_seed(checked["seed"]),
             loss,
             graders,

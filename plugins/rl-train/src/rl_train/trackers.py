@@ -123,12 +123,6 @@ class Trackers:
     on there, and ``through``: the step up to which W&B and MLflow have figures already, which they
     do not get a second time.
 
-    Args:
-        config: See :class:`~rl_train.log.LogConfig`.
-        folder: Of the run.
-        settings: Configuration of the run, as JSON has it.
-        note: Shows a person a line.
-
     Raises:
         ConfigError: One is not installed, or (in ``open``) does not start.
     """
