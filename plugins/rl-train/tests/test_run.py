@@ -704,7 +704,7 @@ def test_evaluations_of_several_turns_can_be_greedy(
     "key", ["generation.num_generations", "policy.num_samples", "generation.n"]
 )
 def test_completions_per_prompt_have_one_key(key: str, model: Path) -> None:
-    with pytest.raises(ConfigError, match=r"write grpo\.num_generations"):
+    with pytest.raises(ConfigError, match=r"set grpo\.num_generations instead"):
         check_run(*read_config(None, [f"model={model}", f"{key}=4"]))
     given, origins = read_config(None, [f"model={model}", "grpo.num_samples=4"])
     with pytest.raises(ConfigError, match="write 'num_generations' instead of 'num_samples'"):

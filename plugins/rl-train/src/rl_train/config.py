@@ -440,8 +440,11 @@ _BY_RUN = {
     "policy.generation": "the keys of the section generation",
     "policy.resume_from": "checkpoint.resume",
     "policy.train_global_batch_size": "batch_size and grpo.updates",
-    "generation.num_generations": "grpo.num_generations",
-    "policy.num_generations": "grpo.num_generations",
+    **{
+        f"{section}.{name}": "grpo.num_generations"
+        for section in ("policy", "generation")
+        for name in ("num_generations", *_SAMPLES.split())
+    },
 }
 
 
