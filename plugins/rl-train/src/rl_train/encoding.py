@@ -239,9 +239,9 @@ class Encoder:
             _, found, text = rendered.rpartition(turn)
             if not found:
                 raise ConfigError(
-                    "the environment answers with messages, and there is no chat template that "
-                    "puts them behind the model's turn",
-                    fix="answer with a text, or set data.chat_template",
+                    "the environment returns messages, but there is no chat template to add them "
+                    "after the model's turn",
+                    fix="return a text, or set data.chat_template",
                     key="environment.function",
                 )
         tokens = self._ids(text)
