@@ -18,30 +18,32 @@ __all__ = ["PROJECT", "engine_extra", "install_command", "origin_of"]
 
 #: The distributions of this project, with those that each requires besides rl-core.
 PROJECT = {
-    **dict.fromkeys(
-        ("rl-core", "rl-backends", "rl-collective", "rl-losses", "rl-nemo", "rl-trl"), ""
-    ),
+    **dict.fromkeys(("rl-core", "rl-backends", "rl-collective", "rl-losses", "rl-nemo"), ""),
     **dict.fromkeys(("rl-hf", "rl-hosting", "rl-megatron"), "rl-backends"),
     **dict.fromkeys(("rl-ray", "rl-sglang", "rl-vllm"), "rl-backends rl-hosting"),
     "rl-conformance": "rl-backends rl-collective",
     "rl-train": "rl-backends rl-losses",
+    "rl-trl": "",
 }
 
 
-def install_command(name: str, extra: str = "") -> str:
+def install_command(name: str, extra: str = "", python: str = "") -> str:
     """The shell command that installs a distribution, with what it requires of this project.
 
     Args:
         name: The distribution, of this project or an installed plugin.
         extra: One of its extras, or "".
+        python: The interpreter of another environment, which has none of these.
 
     Returns:
         The command; before it, where it is to be run, if folders in it are relative.
     """
-    needed = (each for each in PROJECT.get(name, "").split() if not _read(each, "METADATA"))
-    command = f"pip install {' '.join((*map(_source, needed), _source(name, extra)))}"
-    relative = "./" in command and _root() != Path.cwd()
-    return f"in a checkout of this project: {command}" if relative else command
+    ours = f"{python and 'rl-core'} {PROJECT.get(name, '')}".split()
+    needed = (_source(each) for each in ours if python or not _read(each, "METADATA"))
+    pip = f"{python} -m pip install".removeprefix(" -m ")
+    command = " ".join((pip, *needed, _source(name, extra)))
+    where = "in a checkout of this project: " if "./" in command and _root() != Path.cwd() else ""
+    return where + command
 
 
 def engine_extra(distribution: str, extra: str) -> str:
@@ -55,8 +57,7 @@ def engine_extra(distribution: str, extra: str) -> str:
 def origin_of(name: str) -> dict[str, Any]:
     """Where pip took a distribution from (PEP 610); empty if that was an index, or is unknown."""
     try:
-        found: dict[str, Any] = json.loads(_read(name, "direct_url.json") or "{}")
-        return found
+        return dict[str, Any](json.loads(_read(name, "direct_url.json") or "{}"))
     except ValueError:  # such as what a half-removed distribution leaves
         return {}
 
@@ -82,8 +83,7 @@ def _root() -> Path | None:
     """The checkout that an installed distribution of this project came from, or None."""
     urls = (origin_of(name).get("url", "") for name in PROJECT)
     places = [Path(__file__), *(Path(unquote(urlsplit(url).path), "-") for url in urls if url)]
-    folders = (folder for place in places for folder in place.parents)
-    return next((each for each in folders if Path(each, "core/src/rl_core").is_dir()), None)
+    return next((f for p in places for f in p.parents if (f / "core/src/rl_core").is_dir()), None)
 
 
 def _read(name: str, file: str) -> str:

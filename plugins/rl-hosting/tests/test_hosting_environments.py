@@ -96,6 +96,10 @@ def test_an_environment_without_rl_hosting_is_named(make_environment):
     with pytest.raises(WorkerDiedError, match="did not fork") as caught:
         build(python)
     assert "rl_hosting" in caught.value.details["log"]
+    assert "No module named" in caught.value.message
+    fix = str(caught.value.fix)
+    assert f"{python} -m pip install" in fix
+    assert [name in fix for name in ("core", "rl-backends", "rl-hosting")] == [True] * 3
 
 
 @pytest.mark.parametrize("python", ["/nowhere/python", "/etc/passwd", "/tmp"])

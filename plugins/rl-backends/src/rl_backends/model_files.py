@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rl_backends.generation.rows import ModelFacts
+from rl_core.config import nearest
 from rl_core.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -46,13 +47,25 @@ _AGAIN = "copy or download it again, or write the checkpoint again with save_pre
 def check_name(name: str) -> None:
     """Checks that a name is a directory, or may be a model's on a hub.
 
+    A name without a slash, such as ``tinny``, is refused if a model's directory has nearly the same
+    name: otherwise the hub would be asked for it, and the error would be about the network.
+
     Raises:
-        ConfigError: It is neither.
+        ConfigError: It is neither; names a directory that may be meant.
     """
-    if not Path(name).is_dir() and (not _HUB_NAME.fullmatch(name) or name.startswith(".")):
+    path = Path(name)
+    if path.is_dir():
+        return
+    is_path = not _HUB_NAME.fullmatch(name) or name.startswith(".")
+    beside = path.parent.glob("*") if path.parent.is_dir() and (is_path or "/" not in name) else ()
+    there = {str(each): each for each in beside if is_path or (each / "config.json").exists()}
+    near = nearest(str(path), (key for key, each in there.items() if each.is_dir()), 0.8)
+    if is_path or near:
+        where = "" if path.is_absolute() else f" in {Path.cwd()}"
+        fix = "set model_name to an existing directory, or to a name on the hub"
         raise ConfigError(
-            f"the model directory {name} does not exist",
-            fix="set model_name to an existing directory, or to a name on the hub",
+            f"the model directory {name} does not exist{where}",
+            fix=f"write {near!r}, or a name on the hub" if near else fix,
             key="model_name",
         )
 

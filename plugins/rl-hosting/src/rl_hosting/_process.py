@@ -28,6 +28,7 @@ from rl_core.errors import (
     RLError,
     WorkerDiedError,
 )
+from rl_core.install import PROJECT, install_command
 from rl_hosting._engine_host import HOST, SOCKETS
 from rl_hosting._fork_client import ForkedProcess, ForkServer, per_process
 from rl_hosting._inbox import Inbox
@@ -96,6 +97,7 @@ class HostedProcess:
             raise CapabilityError("rl-hosting needs Linux", fix="use Linux", capability="host")
         self.name = name
         self._python = python
+        self._plugin = engine.partition(".")[0].replace("_", "-")
         self._owner = os.getpid()
         self._numbers = itertools.count(1)
         self._ending = threading.Lock()
@@ -156,7 +158,14 @@ class HostedProcess:
         """
         end = time.monotonic() + timeout_s
         try:
-            self._process.wait_for_fork(timeout_s)
+            try:
+                self._process.wait_for_fork(timeout_s)
+            except WorkerDiedError as error:
+                error.message += self._log_lines()
+                if self._python != sys.executable and "No module named" in error.message:
+                    plugin = self._plugin if self._plugin in PROJECT else "rl-hosting"
+                    error.fix = install_command(plugin, python=self._python)
+                raise
             hello: Hello = self._wait(self._inbox.hello, "start", end, timeout_s)
             # One release may read otherwise what another writes.
             for name, theirs in hello.releases.items():

@@ -13,6 +13,7 @@ import traceback
 from abc import abstractmethod
 from typing import TYPE_CHECKING, Any
 
+from rl_vllm import cpu_torch  # noqa: F401 # isort: skip - before vLLM: what it leaves out
 from vllm import EngineArgs, SamplingParams
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.platforms import current_platform
