@@ -163,7 +163,7 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
         "q_lora_rank": 64,
         "mlp_layer_types": ["dense", "sparse"],
     },
-    "gpt2": _HEADS,
+    "gpt2": {**_HEADS, **_TIED},
     "gpt_bigcode": _TIED,
     "gpt_neo": {"attention_types": [[["global", "local"], 1]], "num_layers": 2, **_TIED},
     "gpt_neox": _HEADS,
@@ -190,8 +190,18 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     "jamba": {},
     "jetmoe": {**_LOCAL, "kv_channels": 32, "num_key_value_heads": 2},
     "laguna": {**_EXPERTS, **_HEAD_DIM, **_SLIDING},
-    "lfm2": {"layer_types": ["conv", "full_attention"], "block_auto_adjust_ff_dim": False},
-    "lfm2_moe": {**_EXPERTS, "layer_types": ["conv", "full_attention"], "num_dense_layers": 1},
+    "lfm2": {
+        **_TIED,
+        "layer_types": ["conv", "full_attention"],
+        "block_auto_adjust_ff_dim": False,
+        "conv_dim": 128,
+    },
+    "lfm2_moe": {
+        **_EXPERTS,
+        **_TIED,
+        "layer_types": ["conv", "full_attention"],
+        "num_dense_layers": 1,
+    },
     "llama": {},
     "llama4_text": {
         **_LOCAL,
@@ -315,6 +325,7 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
         "attention_hidden_size": 256,
         "attention_head_dim": 64,
         **_HEADS,
+        **_TIED,
     },
 }
 
@@ -334,16 +345,17 @@ def choose(names: Sequence[str]) -> list[str]:
     return [name for name in ARCHITECTURES if not names or name in names]
 
 
-def make_architecture(path: Path, name: str, *, seed: int = 0) -> Path:
+def make_architecture(path: Path, name: str, *, seed: int = 0, **changes: Any) -> Path:
     """Writes a tiny checkpoint of an architecture, with its tokenizer.
 
     Args:
         path: Directory to write; made if missing.
         name: One of :data:`ARCHITECTURES`.
         seed: Of the weights.
+        **changes: Of ``config.json``.
 
     Returns:
         The directory.
     """
-    settings = {"model_type": name.partition(" ")[0], **ARCHITECTURES[name]}
+    settings = {"model_type": name.partition(" ")[0], **ARCHITECTURES[name], **changes}
     return make_tiny_model(path, "llama", seed=seed, **settings)

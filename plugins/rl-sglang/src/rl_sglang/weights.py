@@ -64,6 +64,10 @@ class EngineWeights(LoadedWeights):
         """See :meth:`LoadedWeights.published`."""
         return self._checkpoint().published(tensors)
 
+    def loaded(self, name: str) -> torch.Tensor | None:
+        """See :meth:`LoadedWeights.loaded`."""
+        return self._checkpoint().loaded(name)
+
     def check_loaded(self) -> None:
         """Makes sure, once, that SGLang found all weights: it says nothing of those that it lacks.
 

@@ -27,7 +27,8 @@ class VllmEngineConfig(TypedDict, total=False):
         async_engine: Use vLLM's asynchronous engine. Default False.
         kv_cache_dtype: Dtype of the cache; with ``"fp8"`` a refit also sends the scales.
         load_format: ``"dummy"`` starts with random weights, which the first refit replaces.
-        enable_prefix_caching: Keep the keys and values of prompts between calls.
+        enable_prefix_caching: Keep the keys and values of prompts between calls. Default: vLLM's
+            own; on the CPU False for models with recurrent layers.
         refit: Whether the engine takes refits (not vLLM's key). True refuses a model that cannot
             take one, when the engine is created. False is for an engine that only generates.
             Default True.

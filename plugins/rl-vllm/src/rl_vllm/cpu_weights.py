@@ -1,4 +1,4 @@
-"""vLLM's CPU build packs the weights of linear layers and drops the ones that can be read.
+"""vLLM's CPU build packs the weights of linear layers and of experts, and drops the plain ones.
 
 Then nothing can be written in place, and nothing read back. So the plain weights are kept beside
 the packed ones (which doubles their memory, on the CPU only), and packed anew after a refit.
@@ -7,7 +7,8 @@ the packed ones (which doubles their memory, on the CPU only), and packed anew a
 from __future__ import annotations
 
 import ctypes
-from functools import wraps
+from copy import copy
+from functools import partial, wraps
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
 __all__ = ["check_packed", "keep_plain_weights", "pack_again"]
 
 _PACK = "dispatch_cpu_unquantized_gemm"
+_EXPERTS = ("w13_weight", "w2_weight")
 _C_LIBRARY = ctypes.CDLL(None)
 #: Bytes that may be free and kept while a model is packed.
 _MOST_FREED = 16 << 20
@@ -29,7 +31,10 @@ _TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 5e-2, torch.float16: 2e-2}
 
 
 def keep_plain_weights() -> None:
-    """Makes vLLM keep them. For a worker's process, before it loads a model."""
+    """Makes vLLM keep them. For a worker's process, before it loads a model.
+
+    Packed experts are attributes of the plain ones, and kernels compute with these.
+    """
     pack = getattr(utils, _PACK, None)
     if pack is None or hasattr(pack, "__wrapped__"):
         return
@@ -40,6 +45,46 @@ def keep_plain_weights() -> None:
         pack(layer, remove_weight=False)
 
     setattr(utils, _PACK, keep)
+    try:
+        from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
+    except ImportError:  # of an older vLLM: what it rearranges is refused
+        return
+    process, compute = (
+        CPUUnquantizedExperts.process_weights_after_loading,
+        CPUUnquantizedExperts.apply,
+    )
+
+    @wraps(process)
+    def keep_experts(kernel: Any, layer: Any) -> None:
+        layer.pack_experts = partial(process, kernel)
+        _pack_experts(layer)
+
+    @wraps(compute)
+    def with_packed(
+        kernel: Any, output: Any, hidden_states: Any, w1: Any, w2: Any, *args: Any, **kwargs: Any
+    ) -> None:
+        w1, w2 = getattr(w1, "packed", w1), getattr(w2, "packed", w2)
+        compute(kernel, output, hidden_states, w1, w2, *args, **kwargs)
+
+    CPUUnquantizedExperts.process_weights_after_loading = keep_experts
+    CPUUnquantizedExperts.apply = with_packed
+
+
+def _pack_experts(layer: Any) -> None:
+    for name, weight in _packed_experts(layer).items():
+        getattr(layer, name).packed = weight
+
+
+def _packed_experts(layer: Any) -> dict[str, torch.Tensor]:
+    """What vLLM's own hook makes of a layer's experts, padding included; the layer stays as is."""
+    stand_in = copy(layer)
+    stand_in._parameters = dict(layer._parameters)
+    layer.pack_experts(stand_in)
+    return {name: getattr(stand_in, name).data for name in _EXPERTS}
+
+
+def _layers_of_experts(model: nn.Module) -> dict[str, Any]:
+    return {n: m for n, m in model.named_modules() if hasattr(m, "pack_experts")}
 
 
 def packed(model: nn.Module) -> dict[str, Any]:
@@ -52,29 +97,39 @@ def pack_again(model: nn.Module) -> None:
     freed = 0
     for module in packed(model).values():
         module.cpu_linear = torch.nn.functional.linear  # lets go of what was packed before
-        freed += module.weight.nbytes
-        if freed > _MOST_FREED:
-            _give_back()
-            freed = 0
         getattr(utils, _PACK)(module, remove_weight=False)
-    _give_back()
+        freed = _give_back(freed + module.weight.nbytes)
+    for layer in _layers_of_experts(model).values():
+        _pack_experts(layer)
+        freed = _give_back(freed + sum(getattr(layer, name).nbytes for name in _EXPERTS))
+    _give_back(_MOST_FREED)
 
 
-def _give_back() -> None:
+def _give_back(freed: int) -> int:
     """Returns free memory, which glibc keeps for the thread that took it, to the system.
 
     Every refit has a thread of its own, so after a few there would be a copy of the model that
     nobody uses.
+
+    Args:
+        freed: Bytes since the last time; a little is kept.
+
+    Returns:
+        Bytes that are free and kept now.
     """
+    if freed < _MOST_FREED:
+        return freed
     if hasattr(_C_LIBRARY, "malloc_trim"):
         _C_LIBRARY.malloc_trim(0)
+    return 0
 
 
 def check_packed(model: nn.Module) -> None:
     """Makes sure that what computes is what was written.
 
     Raises:
-        RefitCorrupted: Products with packed and with plain weights differ.
+        RefitCorrupted: Products with packed and with plain weights differ, or packed experts are
+            not those of the plain ones.
     """
     for name, module in packed(model).items():
         weight = module.weight
@@ -85,8 +140,16 @@ def check_packed(model: nn.Module) -> None:
         theirs = module.cpu_linear(probe, weight, None).float()
         size = max(1.0, float(ours.abs().max()))
         if not (ours - theirs).abs().max() <= _TOLERANCE.get(weight.dtype, 5e-2) * size:
-            raise RefitCorrupted(
-                f"{name}: the weights with which vLLM computes are not those that the refit wrote",
-                fix="report it to rl-vllm, with the version of vLLM",
-                tensor=name,
-            )
+            raise _not_what_was_written(name)
+    for name, layer in _layers_of_experts(model).items():
+        for key, weight in _packed_experts(layer).items():
+            if not torch.equal(weight, getattr(layer, key).packed):
+                raise _not_what_was_written(f"{name}.{key}")
+
+
+def _not_what_was_written(name: str) -> RefitCorrupted:
+    return RefitCorrupted(
+        f"{name}: the weights with which vLLM computes are not those that the refit wrote",
+        fix="report it to rl-vllm, with the version of vLLM",
+        tensor=name,
+    )

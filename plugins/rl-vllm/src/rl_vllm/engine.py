@@ -122,6 +122,12 @@ class VllmEngine(Engine):
         kind: Callable[[dict[str, Any]], VllmEngine]
         kind = _AsyncEngine if given.get("async_engine") else _SyncEngine
         try:
+            if (
+                current_platform.is_cpu()
+                and "enable_prefix_caching" not in arguments
+                and EngineArgs(**arguments).create_model_config().is_hybrid
+            ):  # vLLM caches prefixes of such models only where it splits prompts
+                arguments["enable_prefix_caching"] = False
             engine = kind(arguments)
         except Exception as error:
             raise _refusal(error, config) from error

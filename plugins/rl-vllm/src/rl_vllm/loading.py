@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 __all__ = ["watch_loading"]
 
 #: Attributes that are made anew after a refit (``cpu_weights``), or travel with it (``sink``).
-_MADE_ANEW = {"cpu_linear"}
+_MADE_ANEW = {"cpu_linear", "pack_experts"}
 _SCALES = {f"_{which}_scale{kind}" for which in "qkv" for kind in ("", "_float")}
 
 

@@ -23,6 +23,8 @@ PRIVATE: dict[str, str] = {
     "vllm.model_executor.layers.utils.dispatch_cpu_unquantized_gemm": "on the CPU, keeps the "
     "weights that vLLM packs for oneDNN, and packs them again after a refit",
     "module.cpu_linear": "on the CPU, marks a module whose weights are packed",
+    "CPUUnquantizedExperts.process_weights_after_loading, .apply": "on the CPU, the same for "
+    "experts",
     "VocabParallelEmbedding.org_vocab_size": "rows beyond it are padding",
     "vllm.distributed.parallel_state.get_world_group": "reads sharded tensors back",
     "IncrementalDetokenizer.from_new_request, .update, .token_ids": "where rows end at stop "

@@ -70,6 +70,10 @@ class EngineWeights(LoadedWeights):
         """See :meth:`LoadedWeights.published`."""
         return self._checkpoint().published(tensors)
 
+    def loaded(self, name: str) -> torch.Tensor | None:
+        """See :meth:`LoadedWeights.loaded`."""
+        return self._checkpoint().loaded(name)
+
     def check(self) -> None:
         """See :meth:`LoadedWeights.check`."""
         check_derived(
@@ -106,11 +110,13 @@ class ModelSink(LoadedSink):
 
     def finish(self, version: int) -> None:
         """Packs the new weights where vLLM computes with packed ones."""
+        super().finish(version)
         pack_again(self._weights.model)
         self._checked = False
 
     def fail(self) -> None:
         """Packs the weights as they are: torn, but those that :meth:`read` gives."""
+        super().fail()
         pack_again(self._weights.model)
 
     def read(self, names: Iterable[str]) -> Iterator[tuple[str, torch.Tensor]]:

@@ -13,9 +13,18 @@ from rl_core.futures import spawn
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    import torch
+
     from rl_core.interfaces import TensorSpec
 
-__all__ = ["cannot_load", "check_checkpoint", "check_shapes", "file_shapes", "load_tokenizer"]
+__all__ = [
+    "cannot_load",
+    "check_checkpoint",
+    "check_shapes",
+    "file_shapes",
+    "load_tokenizer",
+    "read_tensor",
+]
 
 #: Seconds for the hub to answer.
 _HUB_S = 10.0
@@ -112,6 +121,18 @@ def file_shapes(directory: Path) -> dict[str, tuple[int, ...]]:
             names = tensors.keys()
             found |= {name: tuple(tensors.get_slice(name).get_shape()) for name in names}
     return found
+
+
+def read_tensor(directory: Path, name: str) -> torch.Tensor | None:
+    """A tensor of a directory's files of safetensors; None if there is none."""
+    from safetensors import safe_open
+
+    for file in directory.glob("*.safetensors"):
+        with safe_open(file, "pt") as tensors:
+            if name in tensors.keys():  # noqa: SIM118 (it is no mapping)
+                found: torch.Tensor = tensors.get_tensor(name)
+                return found
+    return None
 
 
 def load_tokenizer(config: Mapping[str, Any]) -> Any:

@@ -1,307 +1,134 @@
-"""Which elements of a checkpoint's tensor an engine's own loader puts where.
-
-Engines fuse tensors (query, key and value into one), shard them over workers and pad them; their
-loaders know how. So the model's ``load_weights`` runs once over tensors without contents, under a
-dispatch mode that writes nothing and records every copy into a parameter. The records serve both
-ways: to write, and to read back.
-"""
+"""Some elements of a checkpoint's tensor, and where an engine keeps them."""
 
 from __future__ import annotations
 
 import math
-from contextlib import suppress
-from typing import TYPE_CHECKING, Any, NamedTuple
+from functools import partial
+from itertools import pairwise
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
-
-from rl_core.errors import CapabilityError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Iterable, Sequence
 
-    from torch import nn
+__all__ = ["Region", "Step", "count_elements"]
 
-    from rl_core.interfaces import TensorSpec
-
-__all__ = ["Region", "regions_of"]
-
-_FEW = 5
-_COPY = torch.ops.aten.copy_.default
-#: What makes a tensor with other storage but the same contents; the first also of another dtype.
-_CAST = torch.ops.aten._to_copy.default
-_SAME = {torch.ops.aten.clone.default, torch.ops.aten.contiguous.default}
-_FILLS = {torch.ops.aten.fill_.Scalar, torch.ops.aten.fill_.Tensor, torch.ops.aten.zero_.default}
+#: A function of each element of a tensor.
+Step = partial[torch.Tensor]
 
 
 class Region(NamedTuple):
-    """A rectangle of a tensor, seen as rows of a width, and where the engine keeps it.
+    """Some elements of a whole tensor, and where the engine keeps them.
 
     Attributes:
-        target: The engine's elements, ``[rows, columns]``: a view of its parameter.
-        width: Elements of a row of the whole tensor.
-        row: The first row.
-        column: The first column.
+        target: The engine's elements: a view of its parameter, at least 1-D.
+        first: The index of the target's first element in the flattened whole tensor.
+        strides: By how much that index grows along each dimension of the target; none grows by
+            more than the one before.
+        steps: What the engine computes of the whole tensor's elements, one by one.
+        plain: With steps, the whole tensor's elements, which are kept beside the engine's.
     """
 
     target: torch.Tensor
-    width: int
-    row: int
-    column: int
+    first: int
+    strides: tuple[int, ...]
+    steps: tuple[Step, ...] = ()
+    plain: torch.Tensor | None = None
+
+    @classmethod
+    def of(cls, target: torch.Tensor, first: int, strides: Sequence[int]) -> Region:
+        """A region with as few dimensions as there can be, in the order of the whole tensor."""
+        dims = sorted(zip(strides, target.shape, target.stride(), strict=True), reverse=True)
+        merged: list[tuple[int, int, int]] = []
+        for step, n, stride in dims:
+            if n == 1:
+                continue
+            same = merged and merged[-1][0] == n * step and merged[-1][2] == n * stride
+            merged.append((step, n * merged.pop()[1] if same else n, stride))
+        steps, shape, places = zip(*merged, strict=True) if merged else ((1,), (1,), (1,))
+        return cls(target.as_strided(shape, places, target.storage_offset()), first, steps)
+
+    @property
+    def place(self) -> torch.Tensor:
+        """Where the whole tensor's elements are, in the shape of the target."""
+        return self.target if self.plain is None else self.plain
+
+    @property
+    def computed(self) -> torch.Tensor:
+        """What the target should be, of what was written."""
+        found = self.place.clone()  # some steps work in place
+        for step in self.steps:
+            found = step(found)
+        return found.to(self.target.dtype)
+
+    @property
+    def extent(self) -> int:
+        """How far apart the first and the last element are in the whole tensor, plus one."""
+        return _extent(self.target.shape, self.strides)
+
+    def is_all(self, numel: int) -> bool:
+        """Whether the target has all elements of a whole tensor, in its order and without gaps."""
+        return self.place.shape == (numel,) and self.place.is_contiguous()
 
     def write(self, offset: int, data: torch.Tensor) -> None:
         """Takes what it needs of a run of the whole tensor's elements.
+
+        With steps, :meth:`renew` brings it to the engine.
 
         Args:
             offset: Index of the first element in the flattened tensor.
             data: 1-D.
         """
-        rows, columns = self.target.shape
-        while data.numel():
-            row, column = divmod(offset, self.width)
-            whole = 0 if column else data.numel() // self.width
-            count = whole * self.width if whole else min(self.width - column, data.numel())
-            block = data[:count].view(max(whole, 1), -1)
-            # Of this block of rows, what lies in the region.
-            top, bottom = max(row, self.row), min(row + block.shape[0], self.row + rows)
-            left = max(column, self.column)
-            right = min(column + block.shape[1], self.column + columns)
-            if top < bottom and left < right:
-                part = block[top - row : bottom - row, left - column : right - column]
-                self.target[
-                    top - self.row : bottom - self.row, left - self.column : right - self.column
-                ].copy_(part)
-            offset, data = offset + count, data[count:]
+        step, rows = self.strides[0], self.target.shape[0]
+        row = self.extent - (rows - 1) * step  # what a row extends over
+        # Rows that begin in the run or after it, and those that end in it or before.
+        begin = min(max(-((self.first - offset) // step), 0), rows)
+        end = min(max((offset + data.numel() - self.first - row) // step + 1, begin), rows)
+        if begin < end:
+            part = self.place[begin:end]
+            start = self.first + begin * step - offset
+            part.copy_(data.as_strided(part.shape, self.strides, data.storage_offset() + start))
+        if len(self.strides) == 1:
+            return
+        before = max(-((self.first + row - 1 - offset) // step), 0)
+        after = min(-((self.first - offset - data.numel()) // step), rows)
+        for index in (*range(before, begin), *range(max(end, begin), after)):
+            first = self.first + index * step
+            Region(self.place[index], first, self.strides[1:]).write(offset, data)
 
     def read(self, whole: torch.Tensor) -> None:
         """Puts the engine's elements where they belong in the whole tensor, 1-D."""
-        rows, columns = self.target.shape
-        place = whole.view(-1, self.width)
-        place[self.row : self.row + rows, self.column : self.column + columns] = self.target
+        whole.as_strided(self.target.shape, self.strides, self.first).copy_(self.place)
+
+    def fill(self, whole: torch.Tensor) -> None:
+        """Takes what it was loaded with, unless that is not what the engine computed with."""
+        self.write(0, whole.flatten())
+        if not torch.equal(self.computed, self.target):
+            self.place.zero_()
+
+    def renew(self) -> None:
+        """Computes the engine's elements of what was written."""
+        if self.steps:
+            self.target.copy_(self.computed)
 
 
-class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Records copies of marked tensors into others, and writes nothing.
-
-    Attributes:
-        found: For each copy the marked tensor's name, the target, and the offset, shape and
-            strides of the part of the marked tensor that was copied.
-        changed: Names of tensors that the loader changed, or overwrote a copy of.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.found: list[tuple[str, torch.Tensor, int, tuple[int, ...], tuple[int, ...]]] = []
-        self.changed: list[str] = []
-        self._copied: dict[int, str] = {}
-        self._names: dict[int, str] = {}
-        self._offsets: dict[int, int] = {}
-        self._alive: list[torch.Tensor] = []
-
-    def mark(self, name: str, tensor: torch.Tensor, offset: int = 0) -> None:
-        """Has copies of a tensor recorded; it is kept, so that no other gets its address.
-
-        Args:
-            name: Of the whole tensor.
-            tensor: That, or a copy of a part of it without gaps.
-            offset: The part's first element.
-        """
-        storage = tensor.untyped_storage().data_ptr()
-        self._names[storage], self._offsets[storage] = name, offset
-        self._alive.append(tensor)
-
-    def _note_change(self, target: torch.Tensor) -> None:
-        """Something is written, perhaps over a copy, or into a tensor that is yet to be copied.
-
-        Nobody could follow either.
-        """
-        storage = target.untyped_storage().data_ptr()
-        if name := self._copied.get(storage) or self._names.get(storage):
-            self.changed.append(name)
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        if func is _COPY:
-            target, source = args[:2]
-            storage = source.untyped_storage().data_ptr()
-            name = self._names.get(storage)
-            if name is not None and target.untyped_storage().data_ptr() not in self._names:
-                target = target.detach()
-                self._copied[target.untyped_storage().data_ptr()] = name
-                source = source.broadcast_to(target.shape)
-                offset = self._offsets[storage] + source.storage_offset()
-                self.found.append((name, target, offset, source.shape, source.stride()))
-            else:
-                self._note_change(args[0])
-            return args[0]
-        if func._schema.name.endswith("_") and not func._schema.name.endswith("__"):
-            given = args[0].untyped_storage().data_ptr() in self._names
-            if given or func not in _FILLS:  # a parameter's padding is filled
-                self._note_change(args[0])
-            return args[0]
-        if func is _CAST or func in _SAME:
-            storage = args[0].untyped_storage().data_ptr()
-            if storage in self._names and func in _SAME:  # nobody writes to either
-                return torch.ops.aten.alias.default(args[0])
-            if storage in self._names and args[0].is_contiguous():
-                dtype = (kwargs or {}).get("dtype") or args[0].dtype
-                result = torch.empty(args[0].shape, dtype=dtype, device="cpu")  # as the whole one
-                offset = self._offsets[storage] + args[0].storage_offset()
-                self.mark(self._names[storage], result, offset)
-                return result
-        return func(*args, **(kwargs or {}))
+def _extent(shape: Sequence[int], strides: Sequence[int]) -> int:
+    return 1 + sum((n - 1) * stride for n, stride in zip(shape, strides, strict=True))
 
 
-class _ModelState:
-    """What a model's modules hold before its loader runs, and must hold again after it."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self._modules = [
-            (name, module, dict(vars(module)), dict(module._parameters), dict(module._buffers))
-            for name, module in model.named_modules()
-        ]
-        self._data = [(parameter, parameter.data) for parameter in model.parameters()]
-
-    def restore(self) -> tuple[dict[int, torch.Tensor], list[str]]:
-        """Puts everything back.
-
-        Returns:
-            The parameters that were exchanged for new ones of the same shape, by the storage of
-            the new one; and names of whatever else the loader kept.
-        """
-        new, kept = {}, []
-        for name, module, attributes, parameters, buffers in self._modules:
-            for which, old in (("_parameters", parameters), ("_buffers", buffers)):
-                now = vars(module)[which]
-                for key in {*now, *old}:
-                    one, other = old.get(key), now.get(key)
-                    if one is other:
-                        continue
-                    ours, theirs = (
-                        None if t is None else (t.shape, t.dtype, t.stride(), type(t))
-                        for t in (one, other)
-                    )
-                    if ours == theirs and isinstance(one, torch.nn.Parameter):
-                        new[other.untyped_storage().data_ptr()] = one.detach()
-                    else:
-                        kept.append(f"{name}.{key}")
-                now.clear()
-                now.update(old)
-            held = vars(module)
-            kept += [
-                f"{name}.{key}"
-                for key, one in held.items()
-                if isinstance(one, torch.Tensor) and one is not attributes.get(key)
-            ]
-            held.clear()
-            held.update(attributes)
-        for parameter, data in self._data:
-            if parameter.data_ptr() != data.data_ptr():
-                kept.append("the storage of a parameter")
-                parameter.data = data
-        return new, kept
-
-
-def regions_of(
-    model: nn.Module,
-    specs: Sequence[TensorSpec],
-    dtype: torch.dtype,
-    *,
-    without_refits: str,
-    published: Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]] = dict,
-) -> dict[str, list[Region]]:
-    """Finds where a model's own loader puts tensors.
+def count_elements(parts: Iterable[tuple[int, Sequence[int], Sequence[int]]]) -> int:
+    """How many different elements some views of one tensor have.
 
     Args:
-        model: The engine's, on one worker; its ``load_weights`` takes names and tensors.
-        specs: Of a checkpoint; only those that own their elements.
-        dtype: Of the model.
-        without_refits: How to build an engine that takes no refits, for errors.
-        published: Gives such tensors the names of a checkpoint's files, perhaps part by part.
-
-    Returns:
-        Regions by name; none for what the loader ignores or another worker has.
-
-    Raises:
-        CapabilityError: The loader computes something of a tensor, or keeps something of it, so
-            that it cannot be followed; or it does not take these tensors.
+        parts: Of each view the first element's index, shape and strides.
     """
-    recorder, before = _Recorder(), _ModelState(model)
-
-    whole = {}
-    for spec in specs:
-        # The kernel gives no memory to pages that are never touched.
-        whole[spec.name] = torch.empty(spec.shape or (1,), dtype=dtype, device="cpu")
-        recorder.mark(spec.name, whole[spec.name])
-        whole[spec.name] = whole[spec.name].view(spec.shape)
-    try:
-        with torch.no_grad(), recorder:
-            model.load_weights(iter(published(whole).items()))  # type: ignore[operator]
-    except Exception as error:  # whatever loaders raise for names and shapes that they do not know
-        raise CapabilityError(
-            f"the engine's {type(model).__name__} takes no refit: its loader fails on the tensors "
-            f"of transformers: {type(error).__name__}: {error}",
-            fix=f"use another model; to generate without refits, {without_refits}",
-            capability="refit",
-        ) from error
-    finally:
-        new, kept = before.restore()
-    if recorder.changed or kept:
-        raise CapabilityError(
-            f"the engine's {type(model).__name__} takes no refit: its loader "
-            + (
-                f"changes the values of {', '.join(recorder.changed[:_FEW])}"
-                if recorder.changed
-                else f"keeps copies of what it loads in {', '.join(kept[:_FEW])}"
-            ),
-            fix=f"use another model; to generate without refits, {without_refits}",
-            capability="refit",
-        )
-    shapes = {spec.name: spec.shape for spec in specs}
-    regions: dict[str, list[Region]] = {spec.name: [] for spec in specs}
-    for name, found, offset, shape, stride in recorder.found:
-        target, own = found, new.get(found.untyped_storage().data_ptr())
-        if own is not None:
-            target = own.as_strided(found.shape, found.stride(), found.storage_offset())
-        if torch.promote_types(target.dtype, dtype) != target.dtype:
-            raise CapabilityError(
-                f"{name}: the engine keeps this tensor in {target.dtype}, which would round the "
-                f"values of a model in {dtype}",
-                fix=f"set torch_dtype to {str(target.dtype).removeprefix('torch.')!r}; to generate "
-                f"without refits, {without_refits}",
-                tensor=name,
-            )
-        rows, columns, width = _rectangle(shape, stride, math.prod(shapes[name][1:]))
-        flat = None
-        with suppress(RuntimeError):  # the target is no rectangle
-            flat = target.view(rows, columns) if rows else None
-        if flat is None:
-            raise CapabilityError(
-                f"{name}: the engine stores the part {list(shape)} of {list(shapes[name])} in an "
-                "order that refits do not support",
-                fix="report it, with the name of the model; to generate without refits, "
-                f"{without_refits}",
-                tensor=name,
-            )
-        regions[name].append(Region(flat, width, *divmod(offset, width)))
-    return regions
-
-
-def _rectangle(shape: tuple[int, ...], stride: tuple[int, ...], width: int) -> tuple[int, int, int]:
-    """Rows, columns and width of a view, or zeros if it is no rectangle."""
-    dims = [(n, s) for n, s in zip(shape, stride, strict=True) if n != 1]
-    merged: list[tuple[int, int]] = []
-    for n, s in dims:
-        if merged and merged[-1][1] == n * s:
-            merged[-1] = (merged[-1][0] * n, s)
-        else:
-            merged.append((n, s))
-    if not merged:
-        return 1, 1, width
-    if merged[-1][1] != 1 or len(merged) > 2:
-        return 0, 0, 0
-    if len(merged) == 1:
-        count = merged[0][0]
-        return (count // width, width, width) if count % width == 0 else (1, count, width)
-    return merged[0][0], merged[1][0], merged[0][1]
+    found = sorted(
+        (first, first + _extent(shape, strides), shape, strides) for first, shape, strides in parts
+    )
+    if all(one[1] <= other[0] for one, other in pairwise(found)):
+        return sum(math.prod(shape) for *_, shape, _ in found)
+    mask = torch.zeros(max(end for _, end, *_ in found), dtype=torch.bool)
+    for first, _, shape, strides in found:
+        mask.as_strided(shape, strides, first).fill_(True)
+    return int(mask.sum())

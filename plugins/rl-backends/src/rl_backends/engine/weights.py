@@ -6,20 +6,21 @@ from abc import ABC, abstractmethod
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from functools import cached_property
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import distributed as dist
 
-from rl_backends.engine.checkpoint import file_shapes
-from rl_backends.engine.regions import Region, regions_of
+from rl_backends.engine.checkpoint import file_shapes, read_tensor
+from rl_backends.engine.loader import regions_of
+from rl_backends.engine.regions import Region, count_elements
 from rl_core.errors import CapabilityError, ConfigError
 from rl_core.interfaces import TensorSpec, WeightSink
 from rl_core.weights.tensors import module_tensors, tensor_specs
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
-    from pathlib import Path
 
     from torch import nn
 
@@ -63,9 +64,14 @@ class LoadedWeights(ABC):
             tensors: By the names of :meth:`find_specs`.
 
         Returns:
-            The same elements, perhaps under other names: the tensors, or views of them.
+            The same elements, perhaps under other names and in other tensors.
         """
         return tensors
+
+    def loaded(self, name: str) -> torch.Tensor | None:
+        """The tensor that the engine was loaded with, if that can be had."""
+        del name
+        return None
 
     def check(self) -> None:
         """Makes sure that nothing was derived from the weights that a refit would leave as it was.
@@ -118,7 +124,12 @@ class LoadedWeights(ABC):
                 without_refits=self._without_refits,
                 published=self.published,
             )
-        kept = torch.tensor([sum(r.target.numel() for r in regions[spec.name]) for spec in owned])
+        kept = torch.tensor(
+            [
+                count_elements((r.first, r.target.shape, r.strides) for r in regions[spec.name])
+                for spec in owned
+            ]
+        )
         if self._workers > 1 and owned:
             dist.all_reduce(kept, group=self._group)
         lost = []
@@ -126,8 +137,8 @@ class LoadedWeights(ABC):
             if count < spec.numel and spec.role == "parameter":
                 lost.append(f"{spec.name} ({count} of {spec.numel} elements)")
             if not count:
-                whole = torch.zeros(spec.shape, dtype=spec.torch_dtype).view(1, -1)
-                regions[spec.name] = [Region(whole, whole.shape[1], 0, 0)]
+                whole = torch.zeros(spec.numel, dtype=spec.torch_dtype)
+                regions[spec.name] = [Region(whole, 0, (1,))]
         if lost:
             raise CapabilityError(
                 f"the engine's {type(self.model).__name__} does not load all of the trainer's "
@@ -143,6 +154,10 @@ class LoadedWeights(ABC):
                 f"{self._without_refits}",
                 capability="refit",
             )
+        for name in (name for name, found in regions.items() if any(r.steps for r in found)):
+            if (tensor := self.loaded(name)) is not None:
+                for region in regions[name]:
+                    region.fill(tensor)
         return regions
 
     @cached_property
@@ -156,13 +171,19 @@ class LoadedWeights(ABC):
             if spec.alias_of is not None:
                 continue
             regions = self.regions[spec.name]
-            if len(regions) != 1 or regions[0].target.numel() != spec.numel:
+            if len(regions) != 1:
                 return None
             [region] = regions
-            if not region.target.is_contiguous() or region.target.dtype != spec.torch_dtype:
+            if not region.is_all(spec.numel) or region.place.dtype != spec.torch_dtype:
                 return None
-            found[spec.name] = region.target.view(spec.shape)
+            found[spec.name] = region.place.view(spec.shape)
         return found
+
+    def renew(self) -> None:
+        """Computes the engine's parameters where its loader does more than to copy."""
+        for regions in self.regions.values():
+            for region in regions:
+                region.renew()
 
     def read(self, names: Iterable[str]) -> Iterator[tuple[str, torch.Tensor]]:
         """Puts whole tensors together again; all workers of an engine read at the same time."""
@@ -170,8 +191,8 @@ class LoadedWeights(ABC):
         for name in names:
             spec = by_name[name]
             regions = self.regions[spec.alias_of or name]
-            if self._workers == 1 and len(regions) == 1 and regions[0].target.is_contiguous():
-                yield name, regions[0].target.view(spec.shape).to(spec.torch_dtype)
+            if len(regions) == self._workers == 1 and regions[0].is_all(spec.numel):
+                yield name, regions[0].place.view(spec.shape).to(spec.torch_dtype)
                 continue
             whole = torch.zeros(spec.numel, dtype=spec.torch_dtype)
             for region in regions:
@@ -219,16 +240,19 @@ class LoadedWeights(ABC):
 
     def _unfilled(self, regions: Mapping[str, list[Region]]) -> list[str]:
         """Parameters of which, padding aside, some elements are in no region."""
-        filled: dict[int, int] = {}
+        filled: dict[int, list[torch.Tensor]] = {}
         for found in regions.values():
             for region in found:
                 storage = region.target.untyped_storage().data_ptr()
-                filled[storage] = filled.get(storage, 0) + region.target.numel()
+                filled.setdefault(storage, []).append(region.target)
         wanting = []
         for module_name, module in self.model.named_modules():
             padded = self.is_padded(module)
             for name, parameter in module.named_parameters(recurse=False):
-                count = filled.get(parameter.untyped_storage().data_ptr(), 0)
+                parts = filled.get(parameter.untyped_storage().data_ptr(), [])
+                count = count_elements(
+                    (int(p.storage_offset()), p.shape, p.stride()) for p in parts
+                )
                 if count < parameter.numel() and not (padded and count):
                     where = f"{module_name}.{name}"
                     wanting.append(f"{where} ({count} of {parameter.numel()} elements)")
@@ -258,6 +282,16 @@ class LoadedSink(WeightSink):
         """Finds out where every tensor goes, before anything is written."""
         _ = self._loaded.regions
         self._loaded.check()  # layers that computed since may have kept something
+
+    @torch.no_grad()
+    def finish(self, version: int) -> None:
+        """Computes what the engine's loader computes of the tensors."""
+        self._loaded.renew()
+
+    @torch.no_grad()
+    def fail(self) -> None:
+        """Computes that of the tensors as they are: torn, but those that :meth:`read` gives."""
+        self._loaded.renew()
 
     @torch.no_grad()
     def write(self, name: str, offset: int, data: torch.Tensor, *, of: TensorSpec) -> None:
@@ -291,6 +325,7 @@ class CheckpointModel:
     def __init__(self, name: str, dtype: torch.dtype, *, trust: bool) -> None:
         from transformers import AutoConfig, AutoModelForCausalLM
 
+        self._name = name
         config = AutoConfig.from_pretrained(name, trust_remote_code=trust)
         with torch.device("meta"):
             self._model = AutoModelForCausalLM.from_config(
@@ -298,11 +333,13 @@ class CheckpointModel:
             )
         self.specs = tensor_specs(module_tensors(self._model))
 
+    def loaded(self, name: str) -> torch.Tensor | None:
+        """See :meth:`LoadedWeights.loaded`: only files of a directory are looked at."""
+        return read_tensor(Path(self._name), name)
+
     def published(self, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """See :meth:`LoadedWeights.published`: transformers stacks experts, and renames others."""
         from transformers.core_model_loading import revert_weight_conversion
 
         found: dict[str, torch.Tensor] = revert_weight_conversion(self._model, dict(tensors))
-        ours = {tensor.untyped_storage().data_ptr() for tensor in tensors.values()}
-        views = all(tensor.untyped_storage().data_ptr() in ours for tensor in found.values())
-        return found if views else tensors
+        return found
