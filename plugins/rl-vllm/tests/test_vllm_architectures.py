@@ -100,8 +100,8 @@ EXACT = (
 #: What is refused, and what the error says.
 REFUSED = {
     "apertus": r"keeps this tensor in torch\.bfloat16",
-    "falcon": "does not use 2 parameters",
-    "laguna": "does not use 1 parameter",
+    "falcon": "does not load all",
+    "laguna": "does not load all",
     "mpt": "not supported",
 }
 

@@ -177,7 +177,9 @@ def test_what_a_loader_moves_about_is_followed(shape, steps, turned, run):
 
 def test_a_loader_that_cannot_be_followed_is_named():
     model = One(lambda model, tensor: model.weight.data.copy_(tensor[:, :1]))
-    with pytest.raises(CapabilityError, match="repeated: the engine stores this tensor in an order"):
+    with pytest.raises(
+        CapabilityError, match="repeated: the engine stores this tensor in an order"
+    ):
         regions_of(model, [spec("repeated", 3, 2)], torch.float32)
 
 
