@@ -439,6 +439,7 @@ STEPS = "class Steps:\n    def step(self, completion):\n        pass\n"
 
 #: Arguments, files besides those of a run without mistakes, and words of the error.
 RUNS: dict[str, tuple[list[str], dict[str, str | bytes], str]] = {
+    "a misspelt section": (["policy.optimiser.lr=1e-3"], {}, "argument policy.optimiser.lr=1e-3"),
     "blanks around =": (["steps", "=", "3"], {}, "each key=value as one word"),
     "blanks in a list": (["rewards=[exact,", "format]"], {}, "in quotes if it has spaces"),
     "==": (["steps==3"], {}, "each key=value as one word"),
@@ -606,3 +607,25 @@ def test_a_run_ends_in_the_fix_before_a_model_is_loaded(
         code = error.code if isinstance(error.code, int) else 1
     assert code in (1, 2)
     assert words in capsys.readouterr().err
+
+
+def test_an_answer_of_another_name_reaches_the_reward(
+    with_tokenizer: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("model").symlink_to(with_tokenizer)
+    Path("run.yaml").write_text(RUN)
+    Path("rows.jsonl").write_text(ROW.replace("answer", "solution"))
+
+    def load(*_: Any, **__: Any) -> None:
+        raise RuntimeError("the model is loaded next")
+
+    monkeypatch.setattr("rl_train.run.Backends", load)
+    with pytest.raises(RuntimeError, match="loaded next"):
+        main(["train", "run.yaml", "data.answer=solution"])
+
+
+def test_a_run_without_its_file_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["train"])
+    assert "required: FILE\n" in capsys.readouterr().err

@@ -77,6 +77,6 @@ _check = config.command(
 for _command in (train, _check):
     _command.add_argument("file", type=Path, metavar="FILE", help="YAML or JSON")
     _command.add_argument(
-        "arguments", nargs="*", metavar="KEY=VALUE", help="replaces the file's value"
+        "arguments", nargs="*", default=(), metavar="KEY=VALUE", help="replaces the file's value"
     )
 train.add_argument("--json", action="store_true", help="print the result as JSON")

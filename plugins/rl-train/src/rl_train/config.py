@@ -335,7 +335,9 @@ def read_config(
             fix="write it as in the examples: model: ..., data: ...",
             key=where,
         )
-    places |= {argument.partition("=")[0]: f"argument {argument}" for argument in arguments}
+    for key, place in ((each.partition("=")[0], f"argument {each}") for each in arguments):
+        places[key] = place
+        places.setdefault(key.rpartition(".")[0], place)  # the section that it begins
     return {str(key): value for key, value in config.items()}, Origins(places)
 
 
@@ -405,9 +407,8 @@ def _spec(kind: Kind, name: str) -> type:
 def _sections(config: Any) -> dict[str, type]:
     """What the sections may contain that are checked on their own, as far as that is known."""
     sections: dict[str, type] = {}
-    with suppress(
-        AttributeError, LookupError, TypeError, PluginError
-    ):  # reported where it is checked
+    # What is wrong there is reported where it is checked.
+    with suppress(AttributeError, LookupError, TypeError, PluginError):
         sections["loss"] = LOSSES[config.get("method", "grpo")]
         for kind in ("policy", "generation"):
             sections[kind] = _spec(kind, config.get(kind, {}).get("backend", "hf"))

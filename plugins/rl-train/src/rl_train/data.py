@@ -93,13 +93,9 @@ def import_function(path: str, *, key: str) -> Callable[..., Any]:
                     raise
         module = importlib.import_module(source)
     except Exception as error:
-        named, lacks = (
-            path.rpartition(":")[0],
-            isinstance(error, ModuleNotFoundError) and error.name,
-        )
-        there = (
-            Path(named).exists() if named.endswith(".py") else not named.startswith(lacks or ":")
-        )
+        named = path.rpartition(":")[0]
+        lacks = (isinstance(error, ModuleNotFoundError) and error.name) or ":"
+        there = Path(named).exists() if named.endswith(".py") else not named.startswith(lacks)
         raise ConfigError(
             f"{key}: {path!r} cannot be imported: {type(error).__name__}: {error}",
             fix=f"correct {named}; what it imports must be installed, or in the directory {here}"
@@ -151,6 +147,8 @@ def load_rows(
     if not found:
         raise DataError(f"data: {name} has no rows", fix="give data with rows")
     columns = _columns(found.columns, checked, name)
+    if checked.get("answer") and "answer" not in found.columns:
+        found.columns.append("answer")  # as each row has it
     digest = hashlib.blake2b(digest_size=16)
     texts = {columns["prompt"], columns["chosen"], columns["rejected"], checked.get("completion")}
     for index, row in enumerate(found):

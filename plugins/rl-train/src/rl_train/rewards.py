@@ -11,7 +11,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, InvalidStateError
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -243,7 +243,8 @@ class Rewards:
             function = self._functions[index].bound()
 
             def call() -> None:
-                future.set_result(_call(function, parts, self._deadline_s))
+                with suppress(InvalidStateError):  # its caller waits no longer
+                    future.set_result(_call(function, parts, self._deadline_s))
 
             threading.Thread(target=call, daemon=True).start()
             return future
@@ -309,12 +310,11 @@ class _Function:
         source = config["function"]
         if source not in SHIPPED and ":" not in source:
             match = nearest(source, SHIPPED)
+            fix = f"write {match!r}" if match else "write one of these, module:name or file.py:name"
             raise ConfigError(
                 f"rewards: there is no function {source!r}; the built-in ones are "
                 f"{', '.join(SHIPPED)}",
-                fix=f"write {match!r}"
-                if match
-                else "write one of these, module:name or file.py:name",
+                fix=fix,
                 key="function",
             )
         if source.partition(":")[0].endswith(".py"):
