@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -14,7 +14,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from rl_losses._shares import Shares
-    from rl_losses.grpo import GRPOLossFn
 
 __all__ = ["SURROGATES", "Step", "exp"]
 
@@ -32,7 +31,7 @@ class Step:
     """The rows of a call, and the options that bound the step which the policy may take.
 
     Attributes:
-        options: Of the loss.
+        options: The :class:`rl_losses.grpo.GRPOLossFn`, which knows this module.
         shares: The masks.
         logprobs: ``[b, s]`` of the policy; 0 where masked.
         previous: ``[b, s]`` of the policy that the step starts from; 0 where masked.
@@ -42,7 +41,7 @@ class Step:
         weights: ``[b, s]`` importance weights of the engine's tokens, or None.
     """
 
-    options: GRPOLossFn
+    options: Any
     shares: Shares
     logprobs: torch.Tensor
     previous: torch.Tensor
