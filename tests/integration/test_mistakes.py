@@ -447,37 +447,37 @@ RUNS: dict[str, tuple[list[str], dict[str, str | bytes], str]] = {
     "two files": (["more.yaml"], {}, "write the file first"),
     "--steps 3": (["--steps", "3"], {}, "write FILE KEY=VALUE without dashes"),
     "--policy.optimizer.lr=1": (["--policy.optimizer.lr=1"], {}, "FILE KEY=VALUE without dashes"),
-    "Hydra's slashes": (["policy/optimizer/lr=1"], {}, "write `policy: {optimizer: {lr: ...}}`"),
+    "Hydra's slashes": (["policy/optimizer/lr=1"], {}, "write `policy.optimizer.lr=...`"),
     "an entry of a list": (["rewards.0=math"], {}, "set a list as a whole"),
     "None for null": (["steps=None"], {}, "YAML reads None as text: set 'steps' to null"),
     "one reward": (["rewards=exact"], {}, "set 'rewards' to ['exact']"),
     "one device": (["placement.policy.devices=0"], {}, "devices' to [0]"),
-    "TRL: learning_rate": (["learning_rate=1"], {}, "write `policy: {optimizer: {lr: ...}}`"),
+    "TRL: learning_rate": (["learning_rate=1"], {}, "write `policy.optimizer.lr=...`"),
     "TRL: max_completion_length": (
         ["max_completion_length=8"],
         {},
-        "write `generation: {max_new_tokens: ...}`",
+        "write `generation.max_new_tokens=...`",
     ),
-    "TRL: beta": (["beta=0.1"], {}, "write `loss: {reference_policy_kl_penalty: ...}`"),
-    "TRL: epsilon": (["epsilon=0.2"], {}, "`loss: {ratio_clip_min: ...}` and `loss: {ratio_"),
-    "TRL: bf16": (["bf16=true"], {}, "write `policy: {torch_dtype: bfloat16}` and `generation:"),
-    "TRL: use_vllm": (["use_vllm=true"], {}, "write `generation: {backend: vllm}`"),
+    "TRL: beta": (["beta=0.1"], {}, "write `loss.reference_policy_kl_penalty=...`"),
+    "TRL: epsilon": (["epsilon=0.2"], {}, "`loss.ratio_clip_min=...` and `loss.ratio_"),
+    "TRL: bf16": (["bf16=true"], {}, "`policy.torch_dtype=bfloat16` and `generation."),
+    "TRL: use_vllm": (["use_vllm=true"], {}, "write `generation.backend=vllm`"),
     "TRL: max_steps": (["max_steps=9"], {}, "write 'steps' instead"),
     "TRL: output_dir": (["output_dir=x"], {}, "write 'output' instead"),
-    "TRL: save_steps": (["save_steps=9"], {}, "write `checkpoint: {every: ...}`"),
-    "TRL: report_to": (["report_to=wandb"], {}, "write `log: {to: ...}`"),
+    "TRL: save_steps": (["save_steps=9"], {}, "write `checkpoint.every=...`"),
+    "TRL: report_to": (["report_to=wandb"], {}, "write `log.to=...`"),
     "TRL: reward_weights": (
         ["reward_weights=[1]"],
         {},
-        "write `rewards: [{function: ..., weight",
+        "`rewards=[{function: ..., weight: ...}]`",
     ),
-    "TRL: train_dataset": (["train_dataset=x"], {}, "write `data: {path: ...}`"),
+    "TRL: train_dataset": (["train_dataset=x"], {}, "write `data.path=...`"),
     "TRL: gradient_accumulation_steps": (
         ["gradient_accumulation_steps=2"],
         {},
-        "write `batch_size: prompts of all passes`",
+        "write `batch_size=prompts of all passes`",
     ),
-    "NeMo RL: num_prompts_per_step": (["grpo.num_prompts_per_step=8"], {}, "`batch_size: ...`"),
+    "NeMo RL: num_prompts_per_step": (["grpo.num_prompts_per_step=8"], {}, "`batch_size=...`"),
     "NeMo RL: policy.generation": (
         ["policy.generation={backend: vllm}"],
         {},
@@ -486,9 +486,9 @@ RUNS: dict[str, tuple[list[str], dict[str, str | bytes], str]] = {
     "verl: actor_rollout_ref": (
         ["actor_rollout_ref.actor.optim.lr=1", "actor_rollout_ref.rollout.n=8"],
         {},
-        "'actor_rollout_ref.actor.optim.lr'; write `grpo: {num_generations: ...}`",
+        "'actor_rollout_ref.actor.optim.lr'; write `grpo.num_generations=...`",
     ),
-    "the optimizer at the top": (["optimizer.lr=1"], {}, "write `policy: {optimizer: ...}`"),
+    "the optimizer at the top": (["optimizer.lr=1"], {}, "write `policy.optimizer=...`"),
     "keys with dots in YAML": (
         [],
         {"run.yaml": RUN + "policy.optimizer.lr: 1.0\n"},
@@ -533,7 +533,7 @@ RUNS: dict[str, tuple[list[str], dict[str, str | bytes], str]] = {
     "a column that rewards need": (
         ["rewards=[r.py:score]"],
         {"r.py": SCORE.replace("**columns", "ground_truth")},
-        "set its 'columns' to {ground_truth: COLUMN}",
+        "[{function: r.py:score, columns: {ground_truth: COLUMN}}]",
     ),
     "a class as a reward": (
         ["rewards=[r.py:Score]"],
@@ -561,6 +561,26 @@ RUNS: dict[str, tuple[list[str], dict[str, str | bytes], str]] = {
         ["environment.function=e.py:step"],
         {"e.py": "def step(completion, row):\n    pass\n"},
         "name a class with step(self, completion, row)",
+    ),
+    "a temperature": (["generation.temperature=-1"], {}, "argument generation.temperature=-1"),
+    "a key of the policy": (["policy.lr=1"], {}, "write `policy.optimizer.lr=...`"),
+    "a file without its function": (
+        ["rewards=[r.py]"],
+        {"r.py": SCORE},
+        "write r.py:score",
+    ),
+    "no data": ([], {"run.yaml": RUN.replace("path: rows.jsonl", "")}, "set data.path to a file"),
+    "a model's misspelt directory": (["model=modell"], {}, "write 'model', or a name on the hub"),
+    "a model's path": (["model=./modell"], {}, "the model directory ./modell does not exist in /"),
+    "an interpreter that is not there": (
+        ["generation={backend: vllm, vllm_cfg: {python: venv/bin/python}}"],
+        {},
+        "set generation.vllm_cfg.python to the Python of an environment",
+    ),
+    "rows without the answer": (
+        [],
+        {"rows.jsonl": ROW + '{"prompt": "2+2="}\n' * 3},
+        "rows.jsonl, line 2: there is no 'answer', the column of answers; 3 of 4 rows have none",
     ),
 }
 
@@ -607,6 +627,32 @@ def test_a_run_ends_in_the_fix_before_a_model_is_loaded(
         code = error.code if isinstance(error.code, int) else 1
     assert code in (1, 2)
     assert words in capsys.readouterr().err
+    assert not Path("out/metrics.jsonl").exists()
+
+
+@pytest.mark.parametrize(
+    "mistake",
+    [
+        "no data",
+        "a model's misspelt directory",
+        "an interpreter that is not there",
+        "a file that is not there",
+    ],
+)
+def test_a_check_finds_what_is_not_there(
+    mistake: str,
+    with_tokenizer: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    arguments, files, words = RUNS[mistake]
+    monkeypatch.chdir(tmp_path)
+    Path("model").symlink_to(with_tokenizer)
+    for name, text in {"run.yaml": RUN, "rows.jsonl": ROW, **files}.items():
+        Path(name).write_text(str(text))
+    assert main(["config", "check", "run.yaml", *arguments]) == 1
+    assert words in capsys.readouterr().err
 
 
 def test_an_answer_of_another_name_reaches_the_reward(
@@ -616,9 +662,10 @@ def test_an_answer_of_another_name_reaches_the_reward(
     Path("model").symlink_to(with_tokenizer)
     Path("run.yaml").write_text(RUN)
     Path("rows.jsonl").write_text(ROW.replace("answer", "solution"))
+    reached = RuntimeError("the model is loaded next")
 
     def load(*_: Any, **__: Any) -> None:
-        raise RuntimeError("the model is loaded next")
+        raise reached
 
     monkeypatch.setattr("rl_train.run.Backends", load)
     with pytest.raises(RuntimeError, match="loaded next"):

@@ -164,7 +164,11 @@ def test_a_hub_that_cannot_be_reached_says_what_else_there_is(
 
 def test_long_prompts_are_dropped_refused_or_cut(tmp_path: Path, tokenizer: Any) -> None:
     plain = tokenizer()
-    path = write(tmp_path / "a.jsonl", {"prompt": "1234567"}, {"prompt": "12", "solution": 5})
+    path = write(
+        tmp_path / "a.jsonl",
+        {"prompt": "1234567", "solution": None},
+        {"prompt": "12", "solution": 5},
+    )
     config = {"path": path, "max_prompt_tokens": 5, "answer": "solution"}
     rows = load_rows(config, plain)
     assert (len(rows), rows.dropped, rows[0]["answer"], rows.place(0)[-6:]) == (1, 1, 5, "line 2")

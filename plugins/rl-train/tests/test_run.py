@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -141,6 +143,7 @@ _RESUMED = """
 import json, os, signal, sys
 from rl_train import train
 from rl_train.methods import loss_of
+from rl_train.rewards import RewardError
 from rl_train.run import _Loop
 config, rows, at = json.loads(sys.argv[1]), json.loads(sys.argv[2]), int(sys.argv[3])
 refit = _Loop._refit
@@ -402,6 +405,57 @@ def test_mistakes_name_the_argument(
         check_run(*read_config(file, arguments))
     for word in words:
         assert word in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("more", "words"),
+    [
+        ({"model": object()}, "save it and its tokenizer with save_pretrained"),
+        ({"args": object()}, "args is a object, not a dict"),
+        ({"args": {"learning_rate": 1e-3}}, "policy: {optimizer: {lr: ...}}"),
+        ({"processing_class": object()}, "the model's own tokenizer is loaded"),
+        ({"max_steps": 4}, "write 'steps' instead"),
+    ],
+)
+def test_a_trainer_refuses_what_is_of_trl_where_it_is_made(
+    more: dict[str, Any], words: str, model: Path
+) -> None:
+    given: dict[str, Any] = {"model": model, "reward_funcs": last_digit, "train_dataset": ROWS}
+    with pytest.raises(ConfigError, match=re.escape(words)):
+        GRPOTrainer(**{**given, **more})
+
+
+def test_a_trainer_resumes_as_that_of_trl_does(model: Path, tmp_path: Path) -> None:
+    config = configured(model, tmp_path / "out", policy={})
+    outcomes = []
+    for steps in (1, 2):
+        trainer = GRPOTrainer(model, last_digit, ROWS, args={**config, "steps": steps})
+        outcomes.append(trainer.train(resume_from_checkpoint=steps == 2))
+    assert [outcome.steps for outcome in outcomes] == [1, 2]
+    assert "loss" in outcomes[1].metrics
+
+
+def test_options_of_rewards_are_set_over_a_list_of_functions(tmp_path: Path) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text("model: m\nrewards: [exact]\n")
+    config, _ = read_config(file, ["rewards.deadline_s=3"])
+    assert config["rewards"] == {"functions": ["exact"], "deadline_s": 3}
+    config, _ = read_config(file, ["rewards={functions: [math], deadline_s: 3}"])
+    assert config["rewards"] == {"functions": ["math"], "deadline_s": 3}
+    file.write_text("model: m\nrewards: {functions: [exact], deadline_s: 3}\n")
+    config, _ = read_config(file, ["rewards=[math]"])
+    assert config["rewards"] == {"functions": ["math"], "deadline_s": 3}
+
+
+def test_a_step_without_any_reward_in_time_ends_the_run(model: Path, tmp_path: Path) -> None:
+    def late(completions: list[str]) -> list[float]:
+        time.sleep(0.5)
+        return [1.0] * len(completions)
+
+    config = configured(model, tmp_path / "out")
+    config["rewards"] = {"deadline_s": 0.1}
+    with pytest.raises(RewardError, match="every call of the reward functions"):
+        train(config, rows=ROWS, rewards=[late])
 
 
 def test_mistakes_name_the_line_of_the_file(tmp_path: Path) -> None:

@@ -33,13 +33,19 @@ def run(options: argparse.Namespace) -> int:
 
 def check(options: argparse.Namespace) -> int:
     """Runs config check."""
+    from rl_train.checks import check_sources
     from rl_train.config import check_backend, check_run, read_config
     from rl_train.methods import loss_of
 
     given, origins = read_config(options.file, options.arguments)
     if "backend" not in given:
-        loss_of(check_run(given, origins))
-        print(f"{options.file}: configuration of a run, no errors")
+        checked = check_run(given, origins)
+        loss_of(checked)
+        check_sources(checked, origins)
+        print(
+            f"{options.file}: configuration of a run, no errors: every key, and that the model, "
+            "the data, the reward functions and the engine are there"
+        )
         return 0
     problems = []
     for kind in ("policy", "generation"):
@@ -71,7 +77,9 @@ _check = config.command(
     "Check every key of a run, or of one backend",
     "rl config check run.yaml\nrl config check run.yaml generation.backend=vllm",
     details="If the file has the key backend, it is the configuration of one backend. Exits with 1 "
-    "if a key is unknown, missing, of the wrong type or out of range; the error names the line.",
+    "if a key is unknown, missing, of the wrong type or out of range, and for a run also if the "
+    "model, the data, a reward function or an engine is not there; the error names the line. Names "
+    "on the hub are not looked up.",
     run=check,
 )
 for _command in (train, _check):

@@ -8,6 +8,7 @@ before a model is loaded, and an error names the line of the file or the argumen
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -247,6 +248,8 @@ class RunConfig(TypedDict):
 
 
 _Error = TypeVar("_Error", bound=RLError)
+#: A setting in the fix of an error, as a file has it, such as ```grpo: {updates: ...}```.
+_SETTING = re.compile(r"`((?:\w+: \{)*)(\w+): ([^`]*?)(\}*)`")
 
 
 @dataclass(frozen=True)
@@ -262,13 +265,25 @@ class Origins:
     def explain(self, error: _Error) -> _Error:
         """The error, with where its keys, or the sections around them, were written."""
         keys = error.details.get("keys") or [error.details.get("key", "")]
+        at_arguments = True
         for key in map(str, keys):
             section = key
             while section and section not in self.places:
                 section = section.rpartition(".")[0]
-            line = f"\n  {key}: {self.places.get(section, '')}"
-            if section and line not in error.message:
-                error.message += line
+            place = self.places.get(section, "")
+            at_arguments = at_arguments and place.startswith("argument ")
+            if section and f"\n  {key}: {place}" not in error.message:
+                error.message += f"\n  {key}: {place}"
+        if at_arguments:
+            section = error.details.get("section", "")
+            # The sections of a setting, its key and value, and what closes more than the sections.
+            error.fix = _SETTING.sub(
+                lambda at: (
+                    f"`{section}{at[1].replace(': {', '.')}{at[2]}={at[3]}"
+                    f"{at[4][at[1].count('{') :]}`"
+                ),
+                error.fix or "",
+            )
         error.args = (error.message,)
         return error
 
@@ -310,7 +325,18 @@ def read_config(
             for key, line in _lines_of(yaml.compose(text, Loader=yaml.SafeLoader)):
                 places[key] = f"{path}, line {line}"
             given = OmegaConf.load(path)
-        merged = OmegaConf.merge(given, OmegaConf.from_dotlist(list(arguments)))
+        typed = OmegaConf.from_dotlist(list(arguments))
+        # A list of reward functions is short for a key of the section, which has others, too.
+        sides = (given, typed) if OmegaConf.is_dict(given) else ()
+        rewards = [side.get("rewards") for side in sides]
+        if any(map(OmegaConf.is_list, rewards)) and any(
+            OmegaConf.is_dict(each) and not all(str(key).isdigit() for key in each)
+            for each in rewards
+        ):
+            for side, each in zip(sides, rewards, strict=True):
+                if OmegaConf.is_list(each):
+                    side["rewards"] = {"functions": each}
+        merged = OmegaConf.merge(given, typed)
         config = OmegaConf.to_container(merged, resolve=True)
     except OSError as error:
         raise ConfigError(
@@ -335,9 +361,11 @@ def read_config(
             fix="write it as in the examples: model: ..., data: ...",
             key=where,
         )
-    for key, place in ((each.partition("=")[0], f"argument {each}") for each in arguments):
-        places[key] = place
-        places.setdefault(key.rpartition(".")[0], place)  # the section that it begins
+    for argument in arguments:
+        key = argument.partition("=")[0]
+        places[key] = f"argument {argument}"
+        while key := key.rpartition(".")[0]:  # a section that only an argument has
+            places.setdefault(key, f"argument {argument}")
     return {str(key): value for key, value in config.items()}, Origins(places)
 
 
@@ -392,6 +420,7 @@ def check_backend(kind: Kind, config: Mapping[str, Any], *, prefix: str = "") ->
     except ConfigError as error:
         error.details["key"] = f"{prefix}{error.details.get('key', '')}"
         error.details["keys"] = [f"{prefix}{key}" for key in error.details.get("keys", [])]
+        error.details["section"] = prefix
         raise
 
 

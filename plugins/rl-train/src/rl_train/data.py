@@ -160,6 +160,14 @@ def load_rows(
                     "give the row a text or messages like {role: user, content: ...}, or remove it"
                 )
                 raise DataError(text, fix=fix, key=column, row=index)
+    answer = checked.get("answer") or (columns["answer"] if method == "grpo" else None)
+    if answer and (without := [index for index, row in enumerate(found) if answer not in row]):
+        raise DataError(
+            f"data: {found.place(without[0])}: there is no {answer!r}, the column of answers; "
+            f"{len(without)} of {len(found)} rows have none",
+            fix="give these rows an answer (null if there is none), or remove them",
+            row=without[0],
+        )
     found.digest = digest.hexdigest()
     most, long = checked.get("max_prompt_tokens"), checked.get("long_prompts", "drop")
     if tokenizer is None:
@@ -213,10 +221,38 @@ def _columns(there: Sequence[str], config: Mapping[str, Any], name: Any) -> dict
     return named
 
 
+def is_function(path: str) -> bool:
+    """Whether ``data.path`` names a function that makes the rows."""
+    return _FUNCTION.fullmatch(path) is not None
+
+
+def files_of(path: str | Sequence[str]) -> list[str]:
+    """The files that ``data.path`` names; none if it names a dataset or a directory.
+
+    Raises:
+        ConfigError: A file is not there.
+    """
+    patterns = [path] if isinstance(path, str) else path
+    files = [name for each in patterns for name in sorted(glob.glob(each)) or [each]]
+    is_file = [Path(name).suffix in _FORMATS or os.path.isfile(name) for name in files]
+    if not all(is_file) and len(files) == 1:
+        return []
+    if missing := [name for name in files if not os.path.isfile(name)]:
+        beside = Path(missing[0]).parent
+        there = sorted(str(p) for p in beside.glob("*")) if beside.is_dir() else []
+        match = nearest(missing[0], there)
+        raise ConfigError(
+            f"data: there is no file {missing[0]!r} in {os.getcwd()}",
+            fix=f"write {match!r}" if match else "correct data.path; relative ones begin there",
+            key="path",
+        )
+    return files
+
+
 def _read(config: Mapping[str, Any]) -> tuple[Sequence[Any], list[str]]:
     """Rows, and for each its place; places are empty where rows have only numbers."""
     path, limit = config["path"], config.get("limit")
-    if isinstance(path, str) and _FUNCTION.fullmatch(path):
+    if isinstance(path, str) and is_function(path):
         made = import_function(path, key="data.path")(**config.get("options", {}))
         rows = list(islice(made, limit)) if isinstance(made, Iterable) else [made]
         for number, row in enumerate(rows):
@@ -224,19 +260,9 @@ def _read(config: Mapping[str, Any]) -> tuple[Sequence[Any], list[str]]:
                 text = f"data: {path}: row {number} is {row!r:.80}, not a dict"
                 raise DataError(text, fix="return a list of dicts", row=number)
         return rows, [f"{path}, row {number}" for number in range(len(rows))]
-    patterns = [path] if isinstance(path, str) else path
-    files = [name for each in patterns for name in sorted(glob.glob(each)) or [each]]
-    is_file = [Path(name).suffix in _FORMATS or os.path.isfile(name) for name in files]
-    if not all(is_file) and len(files) == 1:
-        return _load(files[0], config), []
-    if missing := [name for name in files if not os.path.isfile(name)]:
-        beside = Path(missing[0]).parent
-        match = nearest(missing[0], sorted(map(str, beside.glob("*"))))
-        raise ConfigError(
-            f"data: there is no file {missing[0]!r} in {os.getcwd()}",
-            fix=f"write {match!r}" if match else "correct data.path; relative ones begin there",
-            key="path",
-        )
+    files = files_of(path)
+    if not files:
+        return _load(path if isinstance(path, str) else path[0], config), []
     formats = {_FORMATS.get(Path(name).suffix, name) for name in files}
     if len(formats) != 1 or not formats <= set(_FORMATS.values()):
         raise ConfigError(

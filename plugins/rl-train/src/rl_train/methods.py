@@ -254,6 +254,12 @@ def grpo_step(study: Study, seconds: dict[str, float]) -> tuple[dict[str, float]
     metrics["groups/redrawn"] = redrawn
     if made.timed_out:
         metrics["rewards/timed_out"] = made.timed_out
+        if bool(each.isnan().all()):
+            raise RewardError(
+                "every call of the reward functions in this step took longer than "
+                "rewards.deadline_s, so that no completion has a reward",
+                fix="make the functions faster, or raise rewards.deadline_s",
+            )
     metrics["weights_version"] = int(batch["weights_version"].max())
     if grpo.get("truncated", "keep") == "mask":
         batch["sample_mask"] = batch["sample_mask"] * ~batch["truncated"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import asyncio
 import inspect
 import math
@@ -17,6 +18,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import groupby
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NotRequired, Self, TypeAlias, TypedDict
 
 import cloudpickle
@@ -31,6 +33,10 @@ if TYPE_CHECKING:
     import torch
 
 __all__ = ["SHIPPED", "Grades", "RewardConfig", "RewardError", "Rewards"]
+
+_DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
+#: Arguments that are no columns of the data.
+_OF_RUN = ("prompts", "completions", "completion_ids")
 
 #: Keywords of one call: lists of one length.
 Given: TypeAlias = dict[str, Any]
@@ -311,6 +317,11 @@ class _Function:
         if source not in SHIPPED and ":" not in source:
             match = nearest(source, SHIPPED)
             fix = f"write {match!r}" if match else "write one of these, module:name or file.py:name"
+            if source.endswith(".py"):
+                with suppress(OSError, SyntaxError):  # reported once a function is named
+                    body = ast.parse(Path(source).read_bytes()).body
+                    names = [each.name for each in body if isinstance(each, _DEFINITIONS)]
+                    fix = f"write {' or '.join(f'{source}:{name}' for name in names)}"
             raise ConfigError(
                 f"rewards: there is no function {source!r}; the built-in ones are "
                 f"{', '.join(SHIPPED)}",
@@ -377,12 +388,17 @@ class _Function:
         missing = [name for name in self.columns.values() if name not in given]
         missing += [key for key, needed in takes.items() if needed and key not in usable]
         if missing:
-            match = nearest(missing[0], given)
+            columns = [name for name in given if name not in _OF_RUN]
+            column = nearest(missing[0], columns) or "COLUMN"
+            # A file needs the place of the function; an object has none.
+            named = "..."
+            if isinstance(self.source, str):
+                named = self.source.replace(f"{os.getcwd()}/", "")
             raise ConfigError(
                 f"reward function {self.name!r} needs {missing[0]!r}, which is neither a column "
-                f"nor an option; the columns of {where} are {', '.join(given)}",
-                fix=(f"perhaps {match!r}: " if match else "")
-                + f"set its 'columns' to {{{missing[0]}: COLUMN}}, or its 'options'"
+                f"nor an option; the columns of {where} are {', '.join(columns) or 'none'}",
+                fix=f"write rewards: [{{function: {named}, columns: {{{missing[0]}: {column}}}}}] "
+                "with a column of the data, or set its 'options'"
                 if where == "data"
                 else f"give these rows a column {missing[0]!r}, as the rows of data have",
                 key=missing[0],

@@ -16,14 +16,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from rl_core.errors import ConfigError, DeadlineError, RefitError, RLError, WorkerDiedError
-from rl_core.plugins.registry import resolve
 from rl_train.backends import Backends
 from rl_train.checkpoints import Checkpoints, locked
+from rl_train.checks import check_sources
 from rl_train.config import check_run
 from rl_train.data import Order, load_rows
 from rl_train.encoding import Encoder
 from rl_train.log import RunLog
-from rl_train.methods import METHODS, Study, environment_of, evaluate, loss_of
+from rl_train.methods import METHODS, Study, evaluate, loss_of
 from rl_train.rewards import Rewards
 
 if TYPE_CHECKING:
@@ -92,18 +92,9 @@ def train(
     checked = check_run(config, origins)
     method, given = checked["method"], checked["data"]
     loss = loss_of(checked)
-    environment_of(checked)
+    check_sources(checked, origins, rows=rows is not None, rewards=bool(rewards))
     options: Any = checked.get("rewards") or {}
     functions = rewards or options.get("functions", ())
-    if method == "grpo" and not (functions or checked.get("environment")):
-        raise ConfigError(
-            "GRPO needs a reward, and the configuration has none",
-            fix="set rewards: [math], or a function of yours: rewards: [my_rewards.py:score]",
-            key="rewards",
-        )
-    engine, place = checked["generation"], checked["placement"].get("generation", {})
-    if method == "grpo" and place.get("where", "here") == "here":
-        resolve(engine["backend"], "generation", config=engine)  # raises if it is not installed
     tokenizer, model = _tokenizer_and_config(checked)
     context = getattr(model.get_text_config(), "max_position_embeddings", None)
     if method == "grpo":
