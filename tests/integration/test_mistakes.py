@@ -570,8 +570,8 @@ RUNS: dict[str, tuple[list[str], dict[str, str | bytes], str]] = {
         "write r.py:score",
     ),
     "no data": ([], {"run.yaml": RUN.replace("path: rows.jsonl", "")}, "set data.path to a file"),
-    "a model's misspelt directory": (["model=modell"], {}, "write 'model', or a name on the hub"),
-    "a model's path": (["model=./modell"], {}, "the model directory ./modell does not exist in /"),
+    "a model's misspelt directory": (["model=mode1"], {}, "write 'model', or a name on the hub"),
+    "a model's path": (["model=./mode1"], {}, "the model directory ./mode1 does not exist in /"),
     "an interpreter that is not there": (
         ["generation={backend: vllm, vllm_cfg: {python: venv/bin/python}}"],
         {},
