@@ -195,6 +195,8 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
         "layer_types": ["conv", "full_attention"],
         "block_auto_adjust_ff_dim": False,
         "conv_dim": 128,
+        "block_dim": 128,
+        "block_ff_dim": 128,
     },
     "lfm2_moe": {
         **_EXPERTS,
