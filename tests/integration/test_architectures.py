@@ -132,7 +132,7 @@ def test_what_a_refit_brings_whole_is_exact(name: str) -> None:
     [
         (StaleCopy, Status.WRONG, "agree before the refit, and after it they differ"),
         (ComputesOtherwise, Status.WRONG, "before any refit, the engine's log-probs differ"),
-        (ReadsOtherBits, Status.WRONG, "bits differ"),
+        (ReadsOtherBits, Status.WRONG, "values differ"),
         (ForgetsOne, Status.FAILS, "the refit: "),
         (Refuses, Status.REFUSED, "it rearranges weights"),
         (Unknown, Status.NOT_STARTED, "starting the engine: it has no llama-0: KeyError: 'llama'"),

@@ -414,7 +414,7 @@ def test_every_step_is_divided_among_the_ranks_with_groups_whole(policy: RemoteP
 
 
 def test_rows_that_do_not_fill_the_global_batches_are_refused(policy: RemotePolicy) -> None:
-    with pytest.raises(DataError, match="no multiple"):
+    with pytest.raises(DataError, match="not a multiple"):
         policy.train(prompts([1], [2], [3], sample_mask=torch.ones(3)), PairLoss(), gbs=2)
 
 

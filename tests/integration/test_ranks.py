@@ -222,7 +222,7 @@ def test_a_rank_at_another_step_is_named_and_refused_until_all_load(
         lambda: policy.train(batch(), NLLLossFn(), gbs=8),
         lambda: policy.save_checkpoint(tmp_path / "mixture"),
     ):
-        with pytest.raises(LifecycleError, match=r"rank 1 of .* of state 0"):
+        with pytest.raises(LifecycleError, match=r"rank 1 of .* load number 0"):
             call()
     assert time.monotonic() - begun < SOON / 2
     engine._receiver.check()  # not torn

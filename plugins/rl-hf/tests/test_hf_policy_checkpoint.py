@@ -185,9 +185,9 @@ def test_a_killed_save_never_loads_and_the_former_still_does(tiny, tmp_path, whe
     ("file", "damage", "words"),
     [
         ("model.safetensors", "truncate", "bytes instead of"),
-        ("model.safetensors", "flip", "altered"),
+        ("model.safetensors", "flip", "was changed"),
         ("rl_training/state.safetensors", "remove", "is missing"),
-        ("rl_training/state.json", "flip", "altered"),
+        ("rl_training/state.json", "flip", "was changed"),
         ("rl_checkpoint.json", "remove", "not a checkpoint"),
         ("rl_checkpoint.json", "truncate", "not valid JSON"),
         ("rl_checkpoint.json", '{"format": 1}', "not the manifest of a checkpoint"),

@@ -247,7 +247,7 @@ def test_a_loss_on_what_nobody_computes_is_refused() -> None:
 def test_two_paths_of_a_checkpoint_are_refused(make: Any, tmp_path: Path) -> None:
     policy = make("policy")
     for paths in ({}, {"path": tmp_path / "a", "weights_path": tmp_path / "b"}):
-        with pytest.raises(ConfigError, match="one path"):
+        with pytest.raises(ConfigError, match="one directory"):
             policy.save_checkpoint(**paths)
 
 

@@ -25,6 +25,9 @@ class Weights(SimpleNamespace):
     def check(self) -> None:
         """Nothing was derived from weights."""
 
+    def renew(self) -> None:
+        """Its loader only copies."""
+
     def check_loaded(self) -> None:
         raise ConfigError("the files lack tensors")
 
