@@ -100,7 +100,9 @@ def test_a_process_that_calls_functions_starts_without_torch() -> None:
 
 
 def test_a_column_that_is_missing_is_named(several: Rewards) -> None:
-    with pytest.raises(ConfigError, match=r"'right' needs 'solution'.*\n.*perhaps 'solutions'"):
+    with pytest.raises(
+        ConfigError, match=r"'right' needs 'solution'.*\n.*columns: {solution: solutions}"
+    ):
         several.grade(["p"], ["a"], [[1]], {"solutions": ["a"]})
     with pytest.raises(ConfigError, match="number of prompts is 1, but that of solution is 2"):
         several.grade(["p"], ["a"], [[1]], {"solution": ["a", "b"]})
