@@ -59,7 +59,7 @@ OF_OTHER_SIZES = {"vllm": "cannot load the weights", "sglang": "do not fit its c
         (
             "trust_remote_code",
             {"model_type": "own", "auto_map": {"AutoConfig": "own.OwnConfig"}},
-            "Python that comes with the checkpoint",
+            "Python code of the checkpoint",
         ),
     ],
 )
