@@ -522,6 +522,12 @@ train(eval(sys.argv[1]), rows=eval(sys.argv[2]), rewards=[waits])
 """
 
 
+def test_a_run_that_cannot_start_leaves_no_folder(model: Path, tmp_path: Path) -> None:
+    with pytest.raises(RLError, match="column"):
+        train(configured(model, tmp_path / "new"), rows=[{"other": "1"}], rewards=[last_digit])
+    assert not (tmp_path / "new").exists()
+
+
 def test_a_second_run_in_the_same_folder_is_refused(model: Path, tmp_path: Path) -> None:
     config = configured(model, tmp_path)
     given = [sys.executable, "-c", _LOCKS, repr(config | {"rewards": {}}), repr(ROWS)]

@@ -30,12 +30,7 @@ _FREE = ("output", "steps", "epochs", "evaluation", "checkpoint", "log", "placem
 
 @contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """Keeps other processes from running in the same folder.
-
-    Raises:
-        ConfigError: Another process runs there.
-        LogError: The folder cannot be made.
-    """
+    """Keeps other processes from running in the same folder; a ConfigError if one does."""
     with writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
         file = (folder / ".lock").open("w")
@@ -50,7 +45,11 @@ def locked(folder: Path) -> Iterator[None]:
                     fix="choose another output, or wait for that run to end",
                     key="output",
                 ) from None
-        yield
+        try:
+            yield
+        finally:
+            if os.listdir(folder) == [".lock"]:  # nothing was begun
+                shutil.rmtree(folder, ignore_errors=True)
 
 
 @dataclass(frozen=True)
