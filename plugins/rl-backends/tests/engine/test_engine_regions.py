@@ -14,7 +14,7 @@ from torch import nn
 from rl_backends.engine import loader
 from rl_backends.engine.regions import Region
 from rl_backends.engine.weights import LoadedWeights
-from rl_core.errors import CapabilityError
+from rl_core.errors import CapabilityError, RefitCorrupted
 from rl_core.interfaces import TensorSpec
 
 regions_of = partial(loader.regions_of, without_refits="build it without")
@@ -316,6 +316,27 @@ def test_what_an_engine_keeps_wider_than_the_model_is_read_in_the_dtype_of_the_m
     assert weights.targets is None  # it is not the engine's own
     [(name, tensor)] = weights.read(["bias"])
     assert (name, tensor.dtype, tensor.tolist()) == ("bias", torch.bfloat16, [0.5, -2.0, 3.0])
+
+
+def test_what_a_loader_computes_is_read_only_where_the_engine_has_it():
+    class Weights(LoadedWeights):
+        def find_specs(self):
+            return [spec("w", 3, 2)]
+
+    model = One(write_over)
+    weights = Weights(model, torch.float32, workers=1, without_refits="")
+    weights.renew()  # nothing was looked for yet
+    [region] = weights.regions["w"]
+    assert model.weight.eq(1).all()
+    with pytest.raises(RefitCorrupted, match="w: the engine has other values"):
+        list(weights.read(["w"]))  # what it was loaded with is not known
+    region.write(0, torch.arange(6.0))
+    weights.renew()
+    [(_, tensor)] = weights.read(["w"])
+    assert tensor.equal(torch.arange(6.0).view(3, 2))
+    model.weight[0, 0] += 1
+    with pytest.raises(RefitCorrupted):
+        list(weights.read(["w"]))
 
 
 class Dropping(nn.Module):

@@ -31,6 +31,7 @@ _FREE = ("output", "steps", "epochs", "evaluation", "checkpoint", "log", "placem
 @contextmanager
 def locked(folder: Path) -> Iterator[None]:
     """Keeps other processes from running in the same folder; a ConfigError if one does."""
+    was_there = folder.exists()
     with writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
         file = (folder / ".lock").open("w")
@@ -48,7 +49,7 @@ def locked(folder: Path) -> Iterator[None]:
         try:
             yield
         finally:
-            if os.listdir(folder) == [".lock"]:  # nothing was begun
+            if not was_there and os.listdir(folder) == [".lock"]:  # nothing was begun
                 shutil.rmtree(folder, ignore_errors=True)
 
 

@@ -109,8 +109,7 @@ class Region(NamedTuple):
 
     def renew(self) -> None:
         """Computes the engine's elements of what was written."""
-        if self.steps:
-            self.target.copy_(self.computed)
+        self.target.copy_(self.computed)
 
 
 def _extent(shape: Sequence[int], strides: Sequence[int]) -> int:

@@ -15,7 +15,7 @@ from torch import distributed as dist
 from rl_backends.engine.checkpoint import file_shapes, read_tensor
 from rl_backends.engine.loader import regions_of
 from rl_backends.engine.regions import Region, count_elements
-from rl_core.errors import CapabilityError, ConfigError
+from rl_core.errors import CapabilityError, ConfigError, RefitCorrupted
 from rl_core.interfaces import TensorSpec, WeightSink
 from rl_core.weights.tensors import module_tensors, tensor_specs
 
@@ -50,6 +50,7 @@ class LoadedWeights(ABC):
         self._dtype = dtype
         self._workers = workers
         self._without_refits = without_refits
+        self._computed: list[Region] = []
 
     # -- for a subclass --------------------------------------------------------------------------
 
@@ -154,9 +155,11 @@ class LoadedWeights(ABC):
                 f"{self._without_refits}",
                 capability="refit",
             )
-        for name in (name for name, found in regions.items() if any(r.steps for r in found)):
-            if (tensor := self.loaded(name)) is not None:
-                for region in regions[name]:
+        for name, found in regions.items():
+            computed = [region for region in found if region.steps]
+            self._computed += computed
+            if computed and (tensor := self.loaded(name)) is not None:
+                for region in computed:
                     region.fill(tensor)
         return regions
 
@@ -181,16 +184,26 @@ class LoadedWeights(ABC):
 
     def renew(self) -> None:
         """Computes the engine's parameters where its loader does more than to copy."""
-        for regions in self.regions.values():
-            for region in regions:
-                region.renew()
+        for region in self._computed:
+            region.renew()
 
     def read(self, names: Iterable[str]) -> Iterator[tuple[str, torch.Tensor]]:
-        """Puts whole tensors together again; all workers of an engine read at the same time."""
+        """Puts whole tensors together again; all workers of an engine read at the same time.
+
+        Raises:
+            RefitCorrupted: The engine has other values than its loader computes of a tensor.
+        """
         by_name = {spec.name: spec for spec in self.specs}
         for name in names:
             spec = by_name[name]
             regions = self.regions[spec.alias_of or name]
+            if not all(torch.equal(r.computed, r.target) for r in regions if r.steps):
+                raise RefitCorrupted(
+                    f"{name}: the engine has other values than its loader computes of this tensor",
+                    fix="if the engine has had no refit, what it was loaded with is not known: "
+                    "make the first refit without staged; else report it to the engine's plugin",
+                    tensor=name,
+                )
             if len(regions) == self._workers == 1 and regions[0].is_all(spec.numel):
                 yield name, regions[0].place.view(spec.shape).to(spec.torch_dtype)
                 continue
