@@ -13,7 +13,7 @@ from torch import nn
 
 from rl_backends.engine import loader
 from rl_backends.engine.regions import Region
-from rl_backends.engine.weights import LoadedWeights
+from rl_backends.engine.weights import CheckpointModel, LoadedWeights
 from rl_core.errors import CapabilityError, RefitCorrupted
 from rl_core.interfaces import TensorSpec
 
@@ -22,6 +22,14 @@ regions_of = partial(loader.regions_of, without_refits="build it without")
 
 def spec(name: str, *shape: int) -> TensorSpec:
     return TensorSpec(name, shape, "float32")
+
+
+def loaded(model: nn.Module, *specs: TensorSpec) -> LoadedWeights:
+    """Of an engine; the checkpoint has these tensors, and no files."""
+    checkpoint = CheckpointModel("", specs[0].torch_dtype, trust=False)
+    vars(checkpoint)["specs"] = specs
+    vars(checkpoint)["published"] = dict
+    return LoadedWeights(model, checkpoint, workers=1, without_refits="build it without")
 
 
 def filled(*shape: int) -> torch.Tensor:
@@ -306,11 +314,7 @@ def test_a_region_takes_only_its_part():
 
 
 def test_what_an_engine_keeps_wider_than_the_model_is_read_in_the_dtype_of_the_model():
-    class Weights(LoadedWeights):
-        def find_specs(self):
-            return [TensorSpec("bias", (3,), "bfloat16")]
-
-    weights = Weights(nn.Module(), torch.bfloat16, workers=1, without_refits="")
+    weights = loaded(nn.Module(), TensorSpec("bias", (3,), "bfloat16"))
     kept = torch.tensor([0.5, -2.0, 3.0])  # float32: kernels for AMX take biases so
     vars(weights)["regions"] = {"bias": [Region(kept, 0, (1,))]}
     assert weights.targets is None  # it is not the engine's own
@@ -319,12 +323,8 @@ def test_what_an_engine_keeps_wider_than_the_model_is_read_in_the_dtype_of_the_m
 
 
 def test_what_a_loader_computes_is_read_only_where_the_engine_has_it():
-    class Weights(LoadedWeights):
-        def find_specs(self):
-            return [spec("w", 3, 2)]
-
     model = One(write_over)
-    weights = Weights(model, torch.float32, workers=1, without_refits="")
+    weights = loaded(model, spec("w", 3, 2))
     weights.renew()  # nothing was looked for yet
     [region] = weights.regions["w"]
     assert model.weight.eq(1).all()
@@ -361,11 +361,7 @@ class Dropping(nn.Module):
     ],
 )
 def test_what_the_engine_does_not_use_of_the_trainer_is_refused(specs, says):
-    class Weights(LoadedWeights):
-        def find_specs(self):
-            return specs
-
-    weights = Weights(Dropping(), torch.float32, workers=1, without_refits="build it without")
+    weights = loaded(Dropping(), *specs)
     if not says:
         assert set(weights.regions) == {"head", "mask"}
         return

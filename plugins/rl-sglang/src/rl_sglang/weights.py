@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,12 +10,7 @@ from rl_backends.engine.weights import CheckpointModel, LoadedSink, LoadedWeight
 from rl_core.errors import CapabilityError, ConfigError
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
-    import torch
-    from torch import nn
-
-    from rl_core.interfaces import TensorSpec
+    from collections.abc import Mapping
 
 __all__ = ["EngineWeights", "ModelSink"]
 
@@ -43,30 +37,15 @@ class EngineWeights(LoadedWeights):
                 f"{WITHOUT_REFITS}",
                 capability="refit",
             )
+        trust = bool(runner.server_args.trust_remote_code)
         super().__init__(
             runner.model,
-            self._config.dtype,
+            CheckpointModel(self._config.model_path, self._config.dtype, trust=trust),
             workers=int(runner.server_args.tp_size),
             without_refits=WITHOUT_REFITS,
         )
-        trust = bool(runner.server_args.trust_remote_code)
-        self._checkpoint = cache(
-            lambda: CheckpointModel(self._config.model_path, self._config.dtype, trust=trust)
-        )
         self._load_format = str(runner.server_args.load_format)
         self._checked = False
-
-    def find_specs(self) -> Sequence[TensorSpec]:
-        """See :meth:`LoadedWeights.find_specs`."""
-        return self._checkpoint().specs
-
-    def published(self, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """See :meth:`LoadedWeights.published`."""
-        return self._checkpoint().published(tensors)
-
-    def loaded(self, name: str) -> torch.Tensor | None:
-        """See :meth:`LoadedWeights.loaded`."""
-        return self._checkpoint().loaded(name)
 
     def check_loaded(self) -> None:
         """Makes sure, once, that SGLang found all weights: it says nothing of those that it lacks.
@@ -82,10 +61,6 @@ class EngineWeights(LoadedWeights):
         """See :meth:`LoadedWeights.check`."""
         fix = "use a model without such layers"
         check_derived(self.model, "SGLang", fix=fix, without_refits=WITHOUT_REFITS)
-
-    def is_padded(self, module: nn.Module) -> bool:
-        """See :meth:`LoadedWeights.is_padded`."""
-        return hasattr(module, "org_vocab_size")
 
 
 class ModelSink(LoadedSink):

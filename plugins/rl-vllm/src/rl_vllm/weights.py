@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from rl_backends.engine.derived_weights import check_derived
@@ -11,13 +10,10 @@ from rl_core.errors import CapabilityError, ConfigError
 from rl_vllm.cpu_weights import check_packed, pack_again
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Iterable, Iterator, Mapping
     from contextlib import AbstractContextManager
 
     import torch
-    from torch import nn
-
-    from rl_core.interfaces import TensorSpec
 
 __all__ = ["EngineWeights", "ModelSink"]
 
@@ -45,14 +41,11 @@ class EngineWeights(LoadedWeights):
                 f"{WITHOUT_REFITS}",
                 capability="refit",
             )
-        self._checkpoint = cache(
-            lambda: CheckpointModel(
-                model_config.model, model_config.dtype, trust=model_config.trust_remote_code
-            )
-        )
         super().__init__(
             worker.get_model(),
-            model_config.dtype,
+            CheckpointModel(
+                model_config.model, model_config.dtype, trust=model_config.trust_remote_code
+            ),
             workers=int(self._config.parallel_config.world_size),
             without_refits=WITHOUT_REFITS,
         )
@@ -61,18 +54,6 @@ class EngineWeights(LoadedWeights):
     def eager(self) -> bool:
         """No CUDA graphs were captured."""
         return bool(self._config.model_config.enforce_eager)
-
-    def find_specs(self) -> Sequence[TensorSpec]:
-        """See :meth:`LoadedWeights.find_specs`."""
-        return self._checkpoint().specs
-
-    def published(self, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """See :meth:`LoadedWeights.published`."""
-        return self._checkpoint().published(tensors)
-
-    def loaded(self, name: str) -> torch.Tensor | None:
-        """See :meth:`LoadedWeights.loaded`."""
-        return self._checkpoint().loaded(name)
 
     def check(self) -> None:
         """See :meth:`LoadedWeights.check`."""
@@ -90,10 +71,6 @@ class EngineWeights(LoadedWeights):
 
         context: AbstractContextManager[None] = set_current_vllm_config(self._config)
         return context
-
-    def is_padded(self, module: nn.Module) -> bool:
-        """See :meth:`LoadedWeights.is_padded`."""
-        return hasattr(module, "org_vocab_size")
 
 
 class ModelSink(LoadedSink):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from functools import cached_property
@@ -30,49 +29,29 @@ _RANKS_MEET_S = 60.0
 __all__ = ["CheckpointModel", "LoadedSink", "LoadedWeights"]
 
 
-class LoadedWeights(ABC):
+class LoadedWeights:
     """Finds where a model's own ``load_weights`` puts each tensor of a checkpoint, and keeps that.
 
-    For engines with a loader that fuses, shards or pads tensors. A subclass defines which tensors
-    there are, and what is special about the engine.
+    For engines with a loader that fuses, shards or pads tensors. A subclass defines what is special
+    about the engine.
 
     Args:
         model: This worker's part of the model, loaded.
-        dtype: Of the engine.
+        checkpoint: The tensors that a trainer of this model has, in the dtype of the engine.
         workers: How many workers share the model; all of them read at the same time.
         without_refits: How to build an engine that takes no refits, for errors.
     """
 
     def __init__(
-        self, model: nn.Module, dtype: torch.dtype, *, workers: int, without_refits: str
+        self, model: nn.Module, checkpoint: CheckpointModel, *, workers: int, without_refits: str
     ) -> None:
         self.model = model
-        self._dtype = dtype
+        self.checkpoint = checkpoint
         self._workers = workers
         self._without_refits = without_refits
         self._computed: list[Region] = []
 
     # -- for a subclass --------------------------------------------------------------------------
-
-    @abstractmethod
-    def find_specs(self) -> Sequence[TensorSpec]:
-        """The tensors that a trainer of this model has, in the dtype of the engine."""
-
-    def published(self, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """The trainer's tensors as the files of a checkpoint have them, which loaders know.
-
-        Args:
-            tensors: By the names of :meth:`find_specs`.
-
-        Returns:
-            The same elements, perhaps under other names and in other tensors.
-        """
-        return tensors
-
-    def loaded(self, name: str) -> torch.Tensor | None:
-        """The tensor that the engine was loaded with, if that can be had."""
-        del name
-        return None
 
     def check(self) -> None:
         """Makes sure that nothing was derived from the weights that a refit would leave as it was.
@@ -87,11 +66,6 @@ class LoadedWeights(ABC):
         """The context in which the model's ``load_weights`` runs."""
         return nullcontext()
 
-    def is_padded(self, module: nn.Module) -> bool:
-        """Whether parameters of a module have more elements than those of its checkpoint."""
-        del module
-        return False
-
     # -- found once -------------------------------------------------------------------------------
 
     @property
@@ -101,9 +75,9 @@ class LoadedWeights(ABC):
 
     @cached_property
     def specs(self) -> Sequence[TensorSpec]:
-        """See :meth:`find_specs`."""
+        """See :attr:`CheckpointModel.specs`."""
         with self.loading():
-            return self.find_specs()
+            return self.checkpoint.specs
 
     @cached_property
     def regions(self) -> Mapping[str, list[Region]]:
@@ -121,9 +95,9 @@ class LoadedWeights(ABC):
             regions = regions_of(
                 self.model,
                 owned,
-                self._dtype,
+                self.checkpoint.dtype,
                 without_refits=self._without_refits,
-                published=self.published,
+                published=self.checkpoint.published,
             )
         kept = torch.tensor(
             [
@@ -158,7 +132,7 @@ class LoadedWeights(ABC):
         for name, found in regions.items():
             computed = [region for region in found if region.steps]
             self._computed += computed
-            if computed and (tensor := self.loaded(name)) is not None:
+            if computed and (tensor := self.checkpoint.loaded(name)) is not None:
                 for region in computed:
                     region.fill(tensor)
         return regions
@@ -233,14 +207,14 @@ class LoadedWeights(ABC):
             ConfigError: They lack tensors.
         """
         specs = [
-            TensorSpec(name, shape, str(self._dtype).removeprefix("torch."))
+            TensorSpec(name, shape, str(self.checkpoint.dtype).removeprefix("torch."))
             for name, shape in file_shapes(directory).items()
         ]
         if not specs:
             return
         with self.loading():
             regions = regions_of(
-                self.model, specs, self._dtype, without_refits=self._without_refits
+                self.model, specs, self.checkpoint.dtype, without_refits=self._without_refits
             )
         if wanting := self._unfilled(regions):
             raise ConfigError(
@@ -260,7 +234,7 @@ class LoadedWeights(ABC):
                 filled.setdefault(storage, []).append(region.target)
         wanting = []
         for module_name, module in self.model.named_modules():
-            padded = self.is_padded(module)
+            padded = hasattr(module, "org_vocab_size")  # rows for tokens that do not exist
             for name, parameter in module.named_parameters(recurse=False):
                 parts = filled.get(parameter.untyped_storage().data_ptr(), [])
                 count = count_elements(
@@ -330,29 +304,43 @@ class CheckpointModel:
             what transformers does not know.
         dtype: Of the tensors.
         trust: Whether code of the checkpoint may run.
-
-    Attributes:
-        specs: Its tensors, under the names that a trainer knows them by.
     """
 
     def __init__(self, name: str, dtype: torch.dtype, *, trust: bool) -> None:
-        from transformers import AutoConfig, AutoModelForCausalLM
-
+        self.dtype = dtype
         self._name = name
-        config = AutoConfig.from_pretrained(name, trust_remote_code=trust)
-        with torch.device("meta"):
-            self._model = AutoModelForCausalLM.from_config(
-                config, trust_remote_code=trust, dtype=dtype
-            )
-        self.specs = tensor_specs(module_tensors(self._model))
+        self._trust = trust
 
-    def loaded(self, name: str) -> torch.Tensor | None:
-        """See :meth:`LoadedWeights.loaded`: only files of a directory are looked at."""
-        return read_tensor(Path(self._name), name)
+    @cached_property
+    def specs(self) -> Sequence[TensorSpec]:
+        """The tensors, under the names that a trainer knows them by."""
+        return tensor_specs(module_tensors(self._model))
 
     def published(self, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """See :meth:`LoadedWeights.published`: transformers stacks experts, and renames others."""
+        """The trainer's tensors as the files of a checkpoint have them, which loaders know.
+
+        Args:
+            tensors: By the names of :attr:`specs`.
+
+        Returns:
+            The same elements: transformers stacks experts, and renames other tensors.
+        """
         from transformers.core_model_loading import revert_weight_conversion
 
         found: dict[str, torch.Tensor] = revert_weight_conversion(self._model, dict(tensors))
         return found
+
+    def loaded(self, name: str) -> torch.Tensor | None:
+        """The tensor that an engine was loaded with: only files of a directory are looked at."""
+        return read_tensor(Path(self._name), name)
+
+    @cached_property
+    def _model(self) -> nn.Module:
+        from transformers import AutoConfig, AutoModelForCausalLM
+
+        config = AutoConfig.from_pretrained(self._name, trust_remote_code=self._trust)
+        with torch.device("meta"):
+            model: nn.Module = AutoModelForCausalLM.from_config(
+                config, trust_remote_code=self._trust, dtype=self.dtype
+            )
+        return model
