@@ -23,7 +23,7 @@ from real_engines import (
 
 from rl_conformance.models import make_tiny_model
 from rl_core import create_generation
-from rl_core.errors import CapabilityError, ManifestMismatchError
+from rl_core.errors import ManifestMismatchError
 from rl_core.weights import refit
 
 PYTHONS = dict(one.split("=", 1) for one in os.environ.get("RL_ENGINES", "").split())
@@ -103,31 +103,49 @@ def test_experts_reach_an_engine_of_their_names(experts: Path, ranks: str) -> No
     engine.shutdown()
 
 
-@pytest.mark.parametrize("ranks", ["one", "ep2"])
-@pytest.mark.parametrize("workers", [1, 2])
+@pytest.fixture(
+    scope="module",
+    params=[(name, workers) for name in SHARDS for workers in (1, 2)],
+    ids=lambda param: "-".join(map(str, param)),
+)
+def engine_of_experts(request: pytest.FixtureRequest, experts: Path) -> Iterator[Any]:
+    name, workers = request.param
+    engine = start(name, experts, **{SHARDS[name]: workers})
+    yield engine
+    engine.shutdown()
+
+
+@pytest.mark.filterwarnings("ignore:.* had version:rl_core.LoopWarning")  # the engine is shared
+@pytest.mark.parametrize(
+    ("backend", "ranks"), [("hf", "one"), ("megatron", "one"), ("megatron", "ep2")]
+)
 @needs_engines
-def test_experts_reach_sglang_stacked(experts: Path, ranks: str, workers: int) -> None:
-    engine = start("sglang", experts, tp_size=workers)
-    before = engine.generate(prompts(), greedy=True)
+def test_experts_reach_every_engine_stacked(
+    engine_of_experts: Any, experts: Path, backend: str, ranks: str
+) -> None:
+    own = {"backend": backend, "generation": {"max_new_tokens": 8}}
+    with policy_of_ranks(experts, ranks, **own) as policy:
+        refit_every_way(policy, engine_of_experts)
+        output = engine_of_experts.generate(prompts(), greedy=True)
+        wanted = policy.generate(prompts(), greedy=True)
+    assert output["output_ids"].equal(wanted["output_ids"])
+
+
+@pytest.mark.filterwarnings("ignore:.* had version:rl_core.LoopWarning")  # the engine is shared
+@needs_engines
+def test_experts_that_are_separate_reach_no_engine(engine_of_experts: Any, experts: Path) -> None:
+    engine = engine_of_experts
+    before, version = engine.generate(prompts(), greedy=True), engine.weights_version
     with (
-        policy_of_ranks(experts, ranks, refit_experts="separate") as policy,
+        policy_of_ranks(experts, "ep2", refit_experts="separate") as policy,
         pytest.raises(ManifestMismatchError),
     ):
         refit(policy, engine, deadline_s=60.0)
-    assert engine.weights_version == 0
+    assert engine.weights_version == version
     after = engine.generate(prompts(), greedy=True)
     # What the engine finds in its cache is rounded otherwise than what it computes anew.
     assert after["output_ids"].equal(before["output_ids"])
     assert (after["logprobs"] - before["logprobs"]).abs().max() < 1e-4
-    with policy_of_ranks(experts, ranks) as policy:
-        refit_every_way(policy, engine)
-    engine.shutdown()
-
-
-@needs_engines
-def test_vllm_that_packs_experts_says_so_when_it_is_built(experts: Path) -> None:
-    with pytest.raises(CapabilityError, match="takes no refit"):
-        start("vllm", experts)
 
 
 @pytest.mark.parametrize("name", ["hf", *SHARDS])
