@@ -43,6 +43,8 @@ _YARN = {
         "mscale_all_dim": 1.0,
     }
 }
+#: Published ones have how many layers apart those with experts are, for engines alone.
+_DEEPSEEK = {**_LATENT, **_YARN, "moe_layer_freq": 1}
 _WIDTH = {"moe_intermediate_size": 32}
 _EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, **_WIDTH}
 _LOCAL = {"num_local_experts": 4, "num_experts_per_tok": 2}
@@ -96,20 +98,18 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
         "attn_config": {"kv_n_heads": 2, "clip_qkv": None, "rope_theta": 10000.0},
         "ffn_config": {"ffn_hidden_size": 32, "moe_num_experts": 4, "moe_top_k": 2},
     },
-    "deepseek_v2": {**_LATENT, **_NO_EXPERTS, **_YARN, "q_lora_rank": None, "head_dim": 64},
+    "deepseek_v2": {**_DEEPSEEK, **_NO_EXPERTS, "q_lora_rank": None, "head_dim": 64},
     "deepseek_v2 with experts": {
-        **_LATENT,
+        **_DEEPSEEK,
         **_ALL_EXPERTS,
-        **_YARN,
         "q_lora_rank": None,
         "head_dim": 64,
         "scoring_func": "softmax",
     },
-    "deepseek_v3": {**_LATENT, **_NO_EXPERTS, **_YARN, **_BIASED_ROUTES, "q_lora_rank": 64},
+    "deepseek_v3": {**_DEEPSEEK, **_NO_EXPERTS, **_BIASED_ROUTES, "q_lora_rank": 64},
     "deepseek_v3 with experts": {
-        **_LATENT,
+        **_DEEPSEEK,
         **_ALL_EXPERTS,
-        **_YARN,
         **_BIASED_ROUTES,
         "q_lora_rank": 64,
     },

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from rl_core.errors import CapabilityError, ConfigError
+from rl_sglang.loading import DerivedTensors
 from rl_sglang.weights import ModelSink
 
 
@@ -60,3 +61,28 @@ def test_what_norms_keep_of_their_weight_follows_a_refit():
 def test_files_are_looked_at_before_the_first_refit_alone():
     weights: Any = Weights(followed=True, device=torch.device("cpu"))
     ModelSink(weights).begin(1)
+
+
+class Latents(nn.Module):
+    """Keeps two tensors that it computed of its weight; one of them is computed once alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.arange(6.0).view(2, 3) + 1, requires_grad=False)
+        self.once = self.weight * 2
+        self.post_load_weights()
+
+    def post_load_weights(self) -> None:
+        self.turned = self.weight.T.contiguous()
+
+
+def test_what_sglang_computes_again_is_renewed_in_place_and_nothing_else():
+    model = Latents()
+    turned, once = model.turned, model.once.clone()
+    derived = DerivedTensors(model, ["turned", "once", "elsewhere.turned"])
+    assert derived.renewed == ["turned"]
+    assert torch.equal(model.once, once)
+    model.weight.neg_()
+    derived.renew()
+    assert model.turned is turned
+    assert torch.equal(turned, model.weight.T)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from itertools import pairwise
 
@@ -114,6 +115,39 @@ def test_what_two_workers_read_makes_the_tensor_whole():
                 region.read(part)
                 whole = torch.maximum(whole, part)
         assert torch.equal(whole.view(shape), tensor)
+
+
+class Joining(nn.Module):
+    """Joins two tensors before it copies them, in a thread, as DeepSeek's loader of SGLang does."""
+
+    def __init__(self, dim: int, take) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros((7, 2) if dim == 0 else (2, 7)), requires_grad=False)
+        self.dim, self.take = dim, take
+
+    def load_weights(self, weights) -> None:
+        with ThreadPoolExecutor() as threads:
+            whole = torch.cat([tensor for _, tensor in weights], dim=self.dim)
+            threads.submit(lambda: self.take(self.weight.data).copy_(self.take(whole)))
+
+
+@pytest.mark.parametrize("dim", [0, 1])
+def test_tensors_that_are_joined_first_and_copied_in_a_thread_are_found(dim):
+    model = Joining(dim, lambda x: x)
+    shapes = {"a": [3, 2], "b": [4, 2]} if dim == 0 else {"a": [2, 3], "b": [2, 4]}
+    regions = regions_of(model, [spec(name, *shapes[name]) for name in shapes], torch.float32)
+    assert not model.weight.any()
+    tensors = {name: filled(*shape) + 1 for name, shape in shapes.items()}
+    for name, tensor in tensors.items():
+        [region] = regions[name]
+        region.write(0, tensor.flatten())
+    assert torch.equal(model.weight, torch.cat(list(tensors.values()), dim))
+
+
+def test_a_part_of_joined_tensors_is_refused():
+    model = Joining(0, lambda x: x[:5])
+    with pytest.raises(CapabilityError, match="changes the values of a, b"):
+        regions_of(model, [spec("a", 3, 2), spec("b", 4, 2)], torch.float32)
 
 
 class One(nn.Module):

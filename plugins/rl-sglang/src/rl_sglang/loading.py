@@ -3,19 +3,75 @@
 from __future__ import annotations
 
 import functools
+import weakref
 from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
 
 from rl_backends.engine.derived_weights import LoadWatch, find_watch
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
-    from torch import nn
-
-__all__ = ["watch_loading"]
+__all__ = ["DerivedTensors", "find_derived", "watch_loading"]
 
 #: Scales that travel with a refit, and what is made of weights again after one (``ModelSink``).
 _MADE_ANEW = {"k_scale", "v_scale", "k_scale_float", "v_scale_float", "gemma_weight"}
+
+
+class DerivedTensors:
+    """Tensors that a model computes of its weights, and computes again in ``post_load_weights``.
+
+    Attention over latents multiplies with two parts of a weight, for example, which it keeps beside
+    the weight in another order. SGLang's function is trusted with a tensor only if it restored that
+    tensor, bit for bit, after the tensor had been set to zero.
+
+    Args:
+        model: SGLang's, loaded.
+        paths: What was derived of weights, by path.
+
+    Attributes:
+        renewed: The paths of those that the function restores.
+    """
+
+    def __init__(self, model: nn.Module, paths: Sequence[str]) -> None:
+        self._compute: Callable[[], None] = model.post_load_weights  # type: ignore[assignment]
+        self._tensors: dict[str, tuple[nn.Module, str, torch.Tensor]] = {}
+        modules = dict(model.named_modules())
+        for path in paths:
+            owner, _, name = path.rpartition(".")
+            held = vars(modules[owner]).get(name) if owner in modules else None
+            if isinstance(held, torch.Tensor):
+                self._tensors[path] = (modules[owner], name, held)
+        before = {path: held.clone() for path, (*_, held) in self._tensors.items()}
+        for *_, held in self._tensors.values():
+            held.zero_()
+        self.renew()
+        for path, old in before.items():
+            held = self._tensors[path][2]
+            if not torch.equal(held, old):
+                held.copy_(old)
+                del self._tensors[path]
+        self.renewed = list(self._tensors)
+
+    @torch.no_grad()
+    def renew(self) -> None:
+        """Computes them of the weights as they are; in place, as CUDA graphs need it."""
+        self._compute()
+        for module, name, held in self._tensors.values():
+            found = getattr(module, name)
+            if found is not held:
+                held.copy_(found)
+                setattr(module, name, held)
+
+
+_derived: weakref.WeakKeyDictionary[nn.Module, DerivedTensors] = weakref.WeakKeyDictionary()
+
+
+def find_derived(model: nn.Module) -> DerivedTensors | None:
+    """What has to be computed again after a refit of a model, if there is anything."""
+    return _derived.get(model)
 
 
 def watch_loading() -> None:
@@ -47,6 +103,9 @@ def watch_loading() -> None:
             model: nn.Module = load(*args, **kwargs)
             if (watch := find_watch(model)) is not None:
                 watch.hooks_finished(model)
+                if watch.derived and hasattr(model, "post_load_weights"):
+                    _derived[model] = found = DerivedTensors(model, watch.derived)
+                    watch.derived = [path for path in watch.derived if path not in found.renewed]
             return model
 
         return watched_load

@@ -33,6 +33,9 @@ PRIVATE: dict[str, str] = {
     "derive from the weights",
     "ModelRunner.model, .model_config, .server_args": "the part of the model in a scheduler",
     "Module.load_weights of a model": "which of its parameters a tensor goes to",
+    "Module.post_load_weights of a model": "what it computes of weights, again after a refit",
+    "srt.models.deepseek_common.attention_backend_handler, srt.models.afmoe.fused_moe, "
+    "srt.models.qwen2_moe.fused_gate_sigmoid_mul_add": "on the CPU, torch in place of Triton",
     "VocabParallelEmbedding.org_vocab_size": "rows beyond it are padding",
     "GemmaRMSNorm.gemma_weight, .refresh_gemma_weight": "weight plus one, renewed after a refit",
     "RadixAttention.k_scale, .v_scale, .k_scale_float, .v_scale_float": "scales of an FP8 cache",

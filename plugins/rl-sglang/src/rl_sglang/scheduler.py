@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
+import torch
 from sglang.srt.layers.sampler import register_sampler_backend
 from sglang.srt.managers import load_snapshot
 from sglang.srt.managers import scheduler as sglang_scheduler
@@ -90,6 +91,10 @@ def run_scheduler(
     register_sampler(options)
     keep_files_private()
     watch_loading()
+    if not torch.cuda.is_available():
+        from rl_sglang.cpu_torch import choose_torch
+
+        choose_torch()
     _watch_stop_strings(options)
     make = SamplingBatchInfo.from_schedule_batch.__func__
     SamplingBatchInfo.from_schedule_batch = classmethod(with_seeds(make))

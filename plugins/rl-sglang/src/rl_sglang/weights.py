@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from rl_backends.engine.derived_weights import check_derived
 from rl_backends.engine.weights import CheckpointModel, LoadedSink, LoadedWeights
 from rl_core.errors import CapabilityError, ConfigError
+from rl_sglang.loading import find_derived
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -61,6 +62,12 @@ class EngineWeights(LoadedWeights):
         """See :meth:`LoadedWeights.check`."""
         fix = "use a model without such layers"
         check_derived(self.model, "SGLang", fix=fix, without_refits=WITHOUT_REFITS)
+
+    def renew(self) -> None:
+        """See :meth:`LoadedWeights.renew`; also what SGLang itself computes of weights."""
+        super().renew()
+        if (derived := find_derived(self.model)) is not None:
+            derived.renew()
 
 
 class ModelSink(LoadedSink):

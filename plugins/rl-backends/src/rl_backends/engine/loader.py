@@ -9,6 +9,8 @@ ways: to write, and to read back.
 from __future__ import annotations
 
 import math
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -19,7 +21,7 @@ from rl_backends.engine.regions import Region, Step
 from rl_core.errors import CapabilityError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from torch import nn
 
@@ -35,6 +37,7 @@ _SAME = {
     torch.ops.aten.clone.default,
     torch.ops.aten.contiguous.default,
 }
+_JOIN = torch.ops.aten.cat.default
 _EACH, _DRAWN = torch.Tag.pointwise, torch.Tag.nondeterministic_seeded
 #: Of a part of a whole tensor, the first element's index, and for each dimension sizes and strides
 #: of what it is split into.
@@ -144,6 +147,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.changed: list[str] = []
         self._copied: dict[int, str] = {}
         self._origins: dict[int, _Origin] = {}
+        self._joined: dict[int, tuple[Sequence[torch.Tensor], int]] = {}
         self._alive: list[torch.Tensor] = []
 
     def mark(self, tensor: torch.Tensor, origin: _Origin) -> None:
@@ -164,6 +168,29 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         copied = self._copied.get(target.untyped_storage().data_ptr())
         if name := copied or (origin and origin.name):
             self.changed.append(name)
+
+    def _join(self, parts: Sequence[torch.Tensor], dim: int = 0) -> torch.Tensor:
+        """A tensor of marked ones, one behind the other."""
+        shape = list(parts[0].shape)
+        dim %= len(shape)
+        shape[dim] = sum(part.shape[dim] for part in parts)
+        whole = torch.empty(shape, dtype=parts[0].dtype, device="cpu")
+        self._joined[whole.untyped_storage().data_ptr()] = parts, dim
+        self._alive += [whole, *parts]
+        return whole
+
+    def _note_joined(self, target: torch.Tensor, source: torch.Tensor) -> bool:
+        """Whether a copy is of tensors that were joined; of all of them, or it is not followed."""
+        parts, dim = self._joined.get(source.untyped_storage().data_ptr(), ((), 0))
+        origins = [self._origins[part.untyped_storage().data_ptr()] for part in parts]
+        whole = source.is_contiguous() and source.numel() == sum(part.numel() for part in parts)
+        if not whole or source.shape != target.shape:
+            self.changed += [origin.name for origin in origins]
+        else:
+            places = torch.split(target, [part.shape[dim] for part in parts], dim)
+            for place, part, origin in zip(places, parts, origins, strict=True):
+                self._note_copy(place, part, origin)
+        return bool(parts)
 
     def _note_copy(self, target: torch.Tensor, source: torch.Tensor, origin: _Origin) -> None:
         view = _view(target)
@@ -213,7 +240,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             origin = self.origin(args[1])
             if origin is not None and self.origin(args[0]) is None:
                 self._note_copy(args[0], args[1], origin)
-            else:
+            elif not self._note_joined(args[0], args[1]):
                 self._note_change(args[0])
             return args[0]
         alone = sum(isinstance(one, torch.Tensor) for one in (*args, *given.values())) == 1
@@ -224,7 +251,10 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             elif self.origin(args[0]) or func not in _FILLS:  # a parameter's padding is filled
                 self._note_change(args[0])
             return args[0]
-        if func in _SAME:
+        found: torch.Tensor | None
+        if func is _JOIN and all(map(self.origin, args[0])):
+            found = self._join(*args)
+        elif func in _SAME:
             made = {key: given[key] for key in ("dtype", "memory_format") if key in given}
             dtype = given.get("dtype") or args[0].dtype
             found = self._computed(args[0], partial(_cast, dtype), made)
@@ -235,6 +265,26 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         else:
             found = None
         return func(*args, **given) if found is None else found
+
+
+@contextmanager
+def _in_this_thread() -> Iterator[None]:
+    """Work that a loader hands to threads is done here: a mode sees its own thread alone.
+
+    Other threads would write what the tensors without contents have.
+    """
+
+    def submit(_: Any, work: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+        done: Future[Any] = Future()
+        done.set_result(work(*args, **kwargs))
+        return done
+
+    before = ThreadPoolExecutor.submit
+    ThreadPoolExecutor.submit = submit  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        ThreadPoolExecutor.submit = before  # type: ignore[method-assign]
 
 
 def _apply(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], x: torch.Tensor) -> Any:
@@ -331,7 +381,7 @@ def regions_of(
         whole[spec.name] = torch.empty(spec.shape, dtype=dtype, device="cpu")
         recorder.mark(whole[spec.name], _Origin(spec.name, 0, (spec.numel,), (1,)))
     try:
-        with torch.no_grad(), recorder:
+        with torch.no_grad(), _in_this_thread(), recorder:
             given = published(whole)
             if recorder.changed or not all(map(recorder.origin, given.values())):
                 given = whole

@@ -1,0 +1,76 @@
+"""Refits of many architectures: exact, or refused with a reason when the engine is built.
+
+A few run always; ``pytest -m full`` runs all. Models are tiny and random, in float32.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from architectures.table import make_architecture
+
+from rl_conformance.diagnostics.agreement import measure_log_probability_consistency
+from rl_conformance.diagnostics.engine import random_prompts
+from rl_conformance.weights import engine_weights, policy_weights
+from rl_core import create_policy
+from rl_core.weights import refit
+from rl_sglang import SglangGeneration
+
+pytestmark = [pytest.mark.engine, pytest.mark.slow]
+
+#: What a refit brings to the trainer's weights, bit for bit.
+EXACT = (
+    "afmoe",
+    "deepseek_v2",
+    "deepseek_v2 with experts",
+    "deepseek_v3",
+    "deepseek_v3 with experts",
+    "glm4_moe_lite",
+    "qwen2_moe",
+)
+
+#: One of each kind: experts of torch, latents that are derived of a weight, a gate of torch.
+ALWAYS = ("afmoe", "deepseek_v3 with experts", "qwen2_moe")
+
+
+def all_of(names: Any) -> list[Any]:
+    return [
+        pytest.param(name, marks=[] if name in ALWAYS else [pytest.mark.full]) for name in names
+    ]
+
+
+@pytest.fixture
+def build(imported, tmp_path):
+    """``build(name)`` is an engine of such a model, and the checkpoint of a trainer of another."""
+    engines = []
+
+    def make(name: str):
+        paths = [
+            make_architecture(tmp_path / f"{name.replace(' ', '_')}-{seed}", name, seed=seed)
+            for seed in (0, 1)
+        ]
+        config = {"model_name": str(paths[0]), "torch_dtype": "float32", "max_new_tokens": 6}
+        sglang_cfg = {"max_total_tokens": 16384}
+        engines.append(SglangGeneration(None, {**config, "sglang_cfg": sglang_cfg}))
+        engines[-1].prepare_for_generation()
+        return engines[-1], str(paths[1])
+
+    yield make
+    for engine in engines:
+        engine.shutdown()
+
+
+@pytest.mark.parametrize("family", all_of(EXACT))
+def test_a_refit_is_exact(family, build):
+    """An engine has the trainer's weights and log-probs after a refit."""
+    engine, path = build(family)
+    policy = create_policy({"backend": "hf", "model_name": path, "torch_dtype": "float32"})
+    refit(policy, engine, deadline_s=60.0)
+    installed = engine_weights(engine)
+    for name, weight in policy_weights(policy).items():
+        assert torch.equal(installed[name], weight), name
+    found = measure_log_probability_consistency(policy, engine, random_prompts(260, (3, 1, 17)))
+    assert found.greedy.max < 1e-4
+    policy.shutdown()
