@@ -124,7 +124,7 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
         "num_shared_experts": 1,
         "first_k_dense_replace": 1,
         "mlp_layer_types": ["dense", "sparse"],
-        "layer_types": ["full_attention", "full_attention"],
+        **_SLIDING,
     },
     "falcon": _TIED,
     "falcon_h1": {**_MAMBA2, "mamba_d_ssm": 256, **_HEAD_DIM},
@@ -164,7 +164,7 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
         "mlp_layer_types": ["dense", "sparse"],
     },
     "gpt2": {**_HEADS, **_TIED},
-    "gpt_bigcode": _TIED,
+    "gpt_bigcode": {"num_key_value_heads": 1, **_TIED},
     "gpt_neo": {"attention_types": [[["global", "local"], 1]], "num_layers": 2, **_TIED},
     "gpt_neox": _HEADS,
     "gpt_oss": {

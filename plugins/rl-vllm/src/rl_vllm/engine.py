@@ -122,12 +122,12 @@ class VllmEngine(Engine):
         kind: Callable[[dict[str, Any]], VllmEngine]
         kind = _AsyncEngine if given.get("async_engine") else _SyncEngine
         try:
-            if (
-                current_platform.is_cpu()
-                and "enable_prefix_caching" not in arguments
-                and EngineArgs(**arguments).create_model_config().is_hybrid
-            ):  # vLLM caches prefixes of such models only where it splits prompts
-                arguments["enable_prefix_caching"] = False
+            if current_platform.is_cpu():
+                made = EngineArgs(**arguments).create_model_config()
+                if made.is_hybrid:  # vLLM caches their prefixes only where it splits prompts
+                    arguments.setdefault("enable_prefix_caching", False)
+                if made.use_mla:
+                    arguments = {**_LATENT_ON_CPU, **arguments}
             engine = kind(arguments)
         except Exception as error:
             raise _refusal(error, config) from error
@@ -330,7 +330,6 @@ def _arguments(
         "disable_log_stats": True,
         "seed": secrets.randbits(31),
         **(_ON_CPU if cpu else {}),
-        **(_LATENT_ON_CPU if cpu and getattr(text, "kv_lora_rank", None) else {}),
         "max_model_len": config.get("max_model_len"),
         **{key: value for key, value in given.items() if key not in _OURS},
         **given.get("engine_args", {}),

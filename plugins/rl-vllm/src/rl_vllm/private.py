@@ -25,6 +25,8 @@ PRIVATE: dict[str, str] = {
     "module.cpu_linear": "on the CPU, marks a module whose weights are packed",
     "CPUUnquantizedExperts.process_weights_after_loading, .apply": "on the CPU, the same for "
     "experts",
+    "vllm._custom_ops.rotary_embedding, RotaryEmbedding.forward_cpu, .forward_native": "on the "
+    "CPU, replaces a kernel that is wrong",
     "VocabParallelEmbedding.org_vocab_size": "rows beyond it are padding",
     "vllm.distributed.parallel_state.get_world_group": "reads sharded tensors back",
     "IncrementalDetokenizer.from_new_request, .update, .token_ids": "where rows end at stop "

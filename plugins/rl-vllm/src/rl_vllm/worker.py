@@ -14,6 +14,7 @@ from functools import cache
 from typing import Any
 
 from rl_hosting import WorkerRefits
+from rl_vllm.cpu_rotary import repair_rotary
 from rl_vllm.cpu_weights import keep_plain_weights
 from rl_vllm.loading import watch_loading
 from rl_vllm.weights import EngineWeights, ModelSink
@@ -22,6 +23,7 @@ __all__ = ["RefitExtension"]
 
 # Before a model is loaded: vLLM imports this first.
 keep_plain_weights()
+repair_rotary()
 watch_loading()
 
 
