@@ -26,6 +26,7 @@ from typing import (
     get_type_hints,
 )
 
+from rl_backends.engine.config import EngineLoraConfig
 from rl_core.config import config_keys
 from rl_core.interfaces import specs
 from rl_core.interfaces.constraints import Range, Unsupported
@@ -94,6 +95,7 @@ SECTIONS: list[tuple[str, str, str, tuple[type, ...]]] = [
     ("Generation: Hugging Face", "hf", "", (hf.HuggingFaceGenerationConfig,)),
     ("Generation: vLLM", "vllm", "", (VllmConfig,)),
     ("How vLLM is started", "vllm", "vllm_cfg.", (VllmEngineConfig,)),
+    ("Adapters that an engine serves", "vllm", "vllm_cfg.lora.", (EngineLoraConfig,)),
     ("Generation: SGLang", "sglang", "", (SglangConfig,)),
     ("How SGLang is started", "sglang", "sglang_cfg.", (SglangEngineConfig,)),
     ("Generation: a running SGLang server", "sglang-server", "", (SglangServerConfig,)),

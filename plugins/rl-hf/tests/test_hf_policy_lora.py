@@ -7,13 +7,14 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from rl_conformance.outcome import Status
 from rl_conformance.run import run, select
 from rl_conformance.settings import Settings
 from rl_conformance.target import Target
 from rl_core.batch import BatchedDataDict
-from rl_core.errors import ConfigError, LifecycleError
+from rl_core.errors import CapabilityError, ConfigError, LifecycleError
 from rl_core.weights.tensors import NamedTensorSource, module_tensors
 from rl_hf import lora
 from rl_hf.policy import HuggingFacePolicy
@@ -25,8 +26,9 @@ def batch() -> BatchedDataDict[Any]:
     return BatchedDataDict({"input_ids": ids, "input_lengths": torch.tensor([12, 3, 7, 9])})
 
 
-def with_adapters(path: Any, **config: Any) -> HuggingFacePolicy:
-    lora = {"r": 4, "alpha": 8.0, "target_modules": "all-linear"}
+def with_adapters(path: Any, *, refit: str = "merged", **config: Any) -> HuggingFacePolicy:
+    targets = config.pop("target_modules", "all-linear")
+    lora = {"r": 4, "alpha": 8.0, "target_modules": targets, "refit": refit}
     return HuggingFacePolicy(str(path), lora=lora, optimizer={"lr": 1e-2}, **config)
 
 
@@ -44,6 +46,26 @@ def test_a_refit_sends_the_merged_weights_under_the_base_names(tiny, family):
         assert torch.equal(sent[name], tensor), name
     for name, tensor in policy.model.state_dict().items():
         assert torch.equal(tensor, before[name]), name
+
+
+def test_adapters_alone_are_sent_under_the_names_of_their_files_with_their_scale(tiny, tmp_path):
+    policy = with_adapters(tiny(), refit="adapter")
+    policy.train(batch(), NLLLossFn())
+    source = policy.refit_source()
+    specs = {spec.name: spec for spec in source.specs()}
+    sent = dict(source.tensors(list(specs)))
+    policy.model.save_pretrained(tmp_path)
+    saved = load_file(tmp_path / "adapter_model.safetensors")
+    assert sent.keys() == saved.keys()
+    for name, tensor in saved.items():
+        assert torch.equal(sent[name], tensor * (2.0 if "lora_B" in name else 1.0)), name
+        assert (specs[name].shape, specs[name].role) == (tuple(tensor.shape), "parameter")
+    assert source.persistent() is None
+
+
+def test_adapters_that_no_engine_serves_are_refused_when_the_policy_is_built(tiny):
+    with pytest.raises(CapabilityError, match=r"embed_tokens.*Embedding"):
+        with_adapters(tiny("llama"), refit="adapter", target_modules=["embed_tokens"])
 
 
 def test_only_merged_weights_are_declared_as_trainable(tiny):

@@ -101,11 +101,7 @@ class GenerationInterface(ABC):
 
     @property
     def weights_origin(self) -> int:
-        """Identifies the trainer of that version; 0 until the first refit commits.
-
-        Each trainer counts its own versions, and so does one that was started again: versions of
-        two origins do not compare.
-        """
+        """Identifies the trainer of that version, which counts alone; 0 until a refit commits."""
         return 0
 
     @property

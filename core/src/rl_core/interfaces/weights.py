@@ -1,7 +1,6 @@
 """The two ends of a refit: the trainer's source and the engine's sink of named tensors.
 
-Everything else about a refit (buckets, transports, versions, verification, the methods of both
-generations of the interface) is written once in :mod:`rl_core.weights` on top of these two.
+All else about a refit is written once in :mod:`rl_core.weights` on top of these two.
 """
 
 from __future__ import annotations
@@ -108,8 +107,7 @@ class WeightSource(ABC):
         """The tensors behind the owned names, if each keeps its storage from refit to refit.
 
         With these a refit is ``direct``: core moves their storage, once, to memory that engines
-        read (it assigns ``tensor.data``; code that holds the tensor object sees no difference), and
-        no refit packs them any more.
+        read (it assigns ``tensor.data``; code that holds the tensor object sees no difference).
 
         Returns:
             Contiguous tensors of one device under all owned names, the same objects as long as
@@ -148,10 +146,14 @@ class WeightSink(ABC):
         casts: True if the engine chooses its own floating-point dtype: where :meth:`specs` names
             another float dtype than the trainer's, the sender rounds to it before sending.
             Otherwise a difference in dtype is a mismatch.
+        double_buffered: True if only :meth:`finish` changes what the engine serves, and
+            :meth:`fail` takes that back. A refit then tears nothing, and a ``staged`` one needs no
+            second copy: it calls :meth:`begin` and :meth:`write` while the engine generates.
         device: Where the tensors are, such as ``"cuda:0"``.
     """
 
     casts: bool = False
+    double_buffered: bool = False
     device: str = "cpu"
 
     @abstractmethod

@@ -71,15 +71,16 @@ class LoraConfig(TypedDict, total=False):
         dropout: Dropout of the adapter's input. Default 0.
         target_modules: Names of the modules that get an adapter; ``"all-linear"`` for every linear
             layer except the output. Default: peft's choice for the architecture.
-        refit: What a refit sends; only ``"merged"``: the full weights, with the adapters added.
-            Default ``"merged"``.
+        refit: What a refit sends: ``"merged"``: the full weights, with the adapters added;
+            ``"adapter"``: the adapters alone, for an engine with the same ``r`` and
+            ``target_modules`` in its own ``lora``. Default ``"merged"``.
     """
 
     r: Annotated[int, Range(ge=1), AlsoCalled("lora_r rank lora_rank dim")]
     alpha: Annotated[float, Range(gt=0), AlsoCalled("lora_alpha")]
     dropout: Annotated[float, Range(ge=0, lt=1), AlsoCalled("lora_dropout")]
     target_modules: str | list[str]
-    refit: Literal["merged"]
+    refit: Literal["merged", "adapter"]
 
 
 class HuggingFacePolicyConfig(PolicyConfig, HuggingFaceModelConfig):

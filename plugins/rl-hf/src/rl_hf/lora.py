@@ -1,4 +1,4 @@
-"""Low-rank adapters through peft: only they are trained, and a refit sends merged weights."""
+"""Low-rank adapters through peft: only they are trained; a refit sends them, merged or alone."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import torch
 
+from rl_backends import adapters
 from rl_backends.torch.reference import Reference
 from rl_core.errors import CapabilityError, ConfigError
-from rl_core.install import install_command
 from rl_core.weights.modules import plain_name, whole_tensors
 from rl_core.weights.tensors import NamedTensorSource, tensor_specs
 
@@ -22,7 +22,14 @@ if TYPE_CHECKING:
 
     from rl_core.interfaces import TensorSpec
 
-__all__ = ["BaseWeights", "MergedWeightSource", "add_adapters", "has_adapters", "merged_state"]
+__all__ = [
+    "AdapterWeightSource",
+    "BaseWeights",
+    "MergedWeightSource",
+    "add_adapters",
+    "has_adapters",
+    "merged_state",
+]
 
 
 def add_adapters(model: PreTrainedModel, config: Mapping[str, Any], *, seed: int) -> nn.Module:
@@ -37,34 +44,36 @@ def add_adapters(model: PreTrainedModel, config: Mapping[str, Any], *, seed: int
         ConfigError: peft is not installed, or the target modules are not in the model
             or share their weight with another module.
     """
-    try:
-        import peft
-    except ImportError as error:
-        raise ConfigError(
-            "lora needs peft, which is not installed",
-            fix=install_command("rl-hf", "lora"),
-            key="lora",
-        ) from error
-    settings = peft.LoraConfig(
-        task_type="CAUSAL_LM",
-        r=config.get("r", 16),
-        lora_alpha=config.get("alpha", 32),
-        lora_dropout=config.get("dropout", 0.0),
-        target_modules=config.get("target_modules"),
-    )
-    try:
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(seed)
-            wrapped: Any = peft.get_peft_model(model, settings)
-    except ValueError as error:
-        raise ConfigError(
-            f"peft cannot put adapters into {type(model).__name__}: {error}",
-            fix="name modules of this model in lora.target_modules, or use 'all-linear'",
-            key="lora.target_modules",
-        ) from error
+    wrapped = adapters.add_adapters(model, config, key="lora", distribution="rl-hf", seed=seed)
     _check_ties(wrapped.get_base_model())
     adapted_model: nn.Module = wrapped
     return adapted_model
+
+
+class AdapterWeightSource(NamedTensorSource):
+    """A and B of every adapter, under the names of peft's files, for an engine that serves them.
+
+    B is multiplied by ``alpha / r``, so that the engine needs no scale.
+
+    Args:
+        model: What :func:`add_adapters` returned.
+
+    Raises:
+        CapabilityError: An adapter is not plain LoRA on a linear layer.
+    """
+
+    def __init__(self, model: Any) -> None:
+        self._adapters = adapters.adapter_tensors(model)
+        super().__init__({name: one.parameter for name, one in self._adapters.items()})
+
+    @torch.no_grad()
+    def tensors(self, names: Sequence[str]) -> Iterator[tuple[str, torch.Tensor]]:
+        """See :meth:`WeightSource.tensors`."""
+        for name, tensor in super().tensors(names):
+            yield name, tensor * self._adapters[name].scale
+
+    def persistent(self) -> None:
+        """None: B is made when it is asked for."""
 
 
 class MergedWeightSource(NamedTensorSource):

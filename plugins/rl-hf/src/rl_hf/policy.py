@@ -29,7 +29,7 @@ from rl_hf.config import HuggingFaceGenerationConfig, HuggingFacePolicyConfig
 from rl_hf.decoders import decoding_engine
 from rl_hf.forward import Forward, Sequences, base_model, packed_row_cost, packing_fault
 from rl_hf.hidden import find_body
-from rl_hf.lora import BaseWeights, MergedWeightSource, add_adapters
+from rl_hf.lora import AdapterWeightSource, BaseWeights, MergedWeightSource, add_adapters
 from rl_hf.modeling import load_model, model_device, model_facts
 from rl_hf.placement import Placement
 from rl_hf.positions import sharing_limit
@@ -93,6 +93,8 @@ class HuggingFacePolicy(PolicyBackend):
         self.model: nn.Module = model
         if lora is not None:
             self.model = add_adapters(model, lora, seed=checked.get("seed", 0))
+            if lora.get("refit") == "adapter":
+                AdapterWeightSource(self.model)  # raises now if engines cannot serve them
         body: Body | None = None
         sharing = sharing_limit(model)
         asked = (checked.get("sequence_packing") or {}).get("enabled")
@@ -301,14 +303,15 @@ class HuggingFacePolicy(PolicyBackend):
             saving.write_model(directory, self.model, self.tokenizer, original_format=True)
 
     def weight_source(self) -> WeightSource:
-        """See :meth:`PolicyModel.weight_source`; with adapters, the merged weights.
+        """See :meth:`PolicyModel.weight_source`; with adapters, what ``lora.refit`` names.
 
         Every data-parallel worker has all of them, so that a refit needs the first one alone.
         """
         self._check_open("weight_source")
-        if self._adapters:
-            return MergedWeightSource(self.model)
-        return NamedTensorSource(module_tensors(self.model))
+        if not self._adapters:
+            return NamedTensorSource(module_tensors(self.model))
+        alone = self.config["lora"].get("refit") == "adapter"
+        return AdapterWeightSource(self.model) if alone else MergedWeightSource(self.model)
 
     # -- memory ---------------------------------------------------------------------------------
 

@@ -83,9 +83,32 @@ class Engine(ABC):
         Raises:
             CapabilityError: In a worker the sink's ``begin`` refused.
         """
-        for answer in self.call_workers(encode(Request("check"))):
-            if (error := error_of(decode(answer, type=Reply))) is not None:
+        self._ask_workers(Request("check"))
+
+    def serving_adapter(self) -> tuple[int, int]:
+        """The adapter that rows are to name from now on, and its version; 0 for none.
+
+        For engines whose workers have a :class:`rl_backends.engine.adapters.AdapterSink`.
+
+        Raises:
+            PluginError: The workers have different ones.
+        """
+        call = {"function": "rl_backends.engine.adapters:serving", "arguments": {}}
+        found = {tuple(answer) for answer in self._ask_workers(Request("call", call))}
+        if len(found) > 1:
+            raise PluginError(
+                f"the workers of the engine serve different adapters: {sorted(found)}",
+                fix="call refit again",
+            )
+        [(adapter, version)] = found
+        return adapter, version
+
+    def _ask_workers(self, request: Request) -> list[Any]:
+        answers = [decode(one, type=Reply) for one in self.call_workers(encode(request))]
+        for answer in answers:
+            if (error := error_of(answer)) is not None:
                 raise error
+        return [answer.value for answer in answers]
 
     def check_rows(self, model: str) -> None:
         """Makes sure that it can decode, with one short row; for the :meth:`start` of an engine.

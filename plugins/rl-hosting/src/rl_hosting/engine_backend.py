@@ -32,7 +32,7 @@ class EngineBackend(HostedGeneration):
 
     That process has the environment variables that the engine needs (this one keeps its own), and
     ends with this one, however this one ends. Of the section ``NAME_cfg`` this class reads
-    ``dtype``, ``load_format``, ``max_model_len``, ``python``, ``refit``, ``sleep_level``,
+    ``dtype``, ``load_format``, ``lora``, ``max_model_len``, ``python``, ``refit``, ``sleep_level``,
     ``start_timeout_s`` and ``verbose``.
 
     Args:
@@ -98,6 +98,15 @@ class EngineBackend(HostedGeneration):
             without_weights="; for random weights, which the first refit replaces, set "
             f'{section}.load_format to "dummy"',
         )
+        for key, value in {"load_format": "dummy", "sleep_level": 2, "refit": False}.items():
+            if engine.get("lora") is not None and engine.get(key) == value:
+                raise ConfigError(
+                    f"{section}.{key} is {value!r}, but an engine with {section}.lora needs the "
+                    "base weights of its checkpoint, and refits, which send adapters alone",
+                    fix=f"leave {section}.{key} out, or leave {section}.lora out and refit merged "
+                    "weights",
+                    key=f"{section}.{key}",
+                )
         self.sleep_level = engine.get("sleep_level", 1)
         workers = self.worker_count(engine)
         if device == "cuda" and torch.cuda.device_count() < workers:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal, NotRequired, TypedDict
 
+from rl_backends.engine.config import EngineLoraConfig  # noqa: TC001 - read when keys are checked
 from rl_core.interfaces import GenerationConfig
 from rl_core.interfaces.constraints import AlsoCalled, Range
 
@@ -29,6 +30,9 @@ class VllmEngineConfig(TypedDict, total=False):
         load_format: ``"dummy"`` starts with random weights, which the first refit replaces.
         enable_prefix_caching: Keep the keys and values of prompts between calls. Default: vLLM's
             own; on the CPU False for models with recurrent layers.
+        lora: Serve the policy's adapters, which refits then bring alone (not vLLM's key); the
+            policy needs ``lora.refit`` ``"adapter"``. See :class:`EngineLoraConfig`. Default:
+            refits bring all weights.
         refit: Whether the engine takes refits (not vLLM's key). True refuses a model that cannot
             take one, when the engine is created. False is for an engine that only generates.
             Default True.
@@ -61,6 +65,7 @@ class VllmEngineConfig(TypedDict, total=False):
         "auto", "hf", "safetensors", "fastsafetensors", "pt", "npcache", "mistral", "dummy"
     ]
     enable_prefix_caching: bool
+    lora: Annotated[EngineLoraConfig | None, AlsoCalled("lora_cfg enable_lora")]
     refit: bool
     seed: int
     sleep_level: Literal[1, 2]

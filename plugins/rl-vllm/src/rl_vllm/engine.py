@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from rl_vllm import cpu_torch  # noqa: F401 # isort: skip - before vLLM: what it leaves out
 from vllm import EngineArgs, SamplingParams
 from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.lora.request import LoRARequest
 from vllm.platforms import current_platform
 from vllm.sampling_params import RequestOutputKind
 from vllm.transformers_utils.config import get_config
@@ -29,6 +30,7 @@ from rl_backends.engine.checkpoint import cannot_load, load_tokenizer
 from rl_backends.model_files import model_facts
 from rl_core.errors import ConfigError, PluginError, RLError
 from rl_hosting import Engine
+from rl_vllm.adapters import lora_arguments
 from rl_vllm.private import check_version, engine_version
 from rl_vllm.stop_strings import STOP_STRINGS, watch_stop_strings
 
@@ -46,6 +48,7 @@ _OURS = {
     "async_engine",
     "dtype",
     "engine_args",
+    "lora",
     "python",
     "refit",
     "sleep_level",
@@ -81,6 +84,8 @@ class VllmEngine(Engine):
     _llm: Any
     #: What sleeps; vLLM itself says only whether anything does.
     _asleep: frozenset[str] = frozenset()
+    #: Whether refits bring adapters.
+    _adapters = False
 
     @classmethod
     def start(cls, config: Mapping[str, Any]) -> VllmEngine:
@@ -131,6 +136,7 @@ class VllmEngine(Engine):
             engine = kind(arguments)
         except Exception as error:
             raise _refusal(error, config) from error
+        engine._adapters = given.get("lora") is not None
         try:
             if given.get("refit", True):
                 engine.check_refits()
@@ -190,6 +196,12 @@ class VllmEngine(Engine):
         """See :meth:`Engine.reset_caches`."""
         return bool(self.wait_for(self._llm.reset_prefix_cache()))
 
+    def lora_request(self) -> LoRARequest | None:
+        """What a row that begins now is to be decoded with, besides the weights."""
+        adapter, version = self.serving_adapter() if self._adapters else (0, 0)
+        # vLLM keys its prefix cache by the name, and looks for no file of an adapter that it has.
+        return LoRARequest(f"policy@{version}", adapter, "refit") if adapter else None
+
     def tokens_made(self) -> int:
         """See :meth:`Engine.tokens_made`; of the rows that are not complete."""
         states = list(self._llm.output_processor.request_states.values())
@@ -210,10 +222,11 @@ class _SyncEngine(VllmEngine):
 
     def submit(self, rows: Sequence[Row]) -> None:
         """See :meth:`Engine.submit`."""
+        adapter = self.lora_request()
         for row in rows:
             name, request = str(row.key), {"prompt_token_ids": row.token_ids}
             try:
-                given = self._llm.add_request(name, request, _params(row))
+                given = self._llm.add_request(name, request, _params(row), lora_request=adapter)
             except Exception as error:  # of this row alone
                 self._refused.append(FailedRow(row.key, error))
             else:
@@ -267,14 +280,15 @@ class _AsyncEngine(VllmEngine):
 
     def submit(self, rows: Sequence[Row]) -> None:
         """See :meth:`Engine.submit`."""
+        adapter = self.lora_request()
         for row in rows:
-            task = asyncio.run_coroutine_threadsafe(self._complete(row), self._loop)
+            task = asyncio.run_coroutine_threadsafe(self._complete(row, adapter), self._loop)
             self._tasks[row.key] = task
 
-    async def _complete(self, row: Row) -> None:
-        request = {"prompt_token_ids": row.token_ids}
+    async def _complete(self, row: Row, adapter: LoRARequest | None) -> None:
+        request, params, name = {"prompt_token_ids": row.token_ids}, _params(row), str(row.key)
         try:
-            async for output in self._llm.generate(request, _params(row), str(row.key)):
+            async for output in self._llm.generate(request, params, name, lora_request=adapter):
                 if output.finished:
                     self._ended.put(_done(output))
         except Exception as error:
@@ -315,14 +329,19 @@ def _arguments(
     given = config.get("vllm_cfg", {})
     cpu = current_platform.is_cpu()
     dtype = given.get("dtype") or config.get("torch_dtype") or "auto"
+    lora, model, trust = (
+        given.get("lora"),
+        config["model_name"],
+        config.get("trust_remote_code", False),
+    )
     text = model_config.get_text_config()
     if dtype == "auto":  # vLLM's own "auto" would round float32 checkpoints
         found = getattr(text, "dtype", None) or getattr(model_config, "dtype", "auto")
         dtype = str(found or "auto").removeprefix("torch.")
     chosen = {
-        "model": config["model_name"],
+        "model": model,
         "dtype": dtype,
-        "trust_remote_code": config.get("trust_remote_code", False),
+        "trust_remote_code": trust,
         "skip_tokenizer_init": not with_tokenizer,
         "generation_config": "vllm",
         "logprobs_mode": f"{config.get('logprobs_mode', 'processed')}_logprobs",
@@ -332,6 +351,7 @@ def _arguments(
         **(_ON_CPU if cpu else {}),
         "max_model_len": config.get("max_model_len"),
         **{key: value for key, value in given.items() if key not in _OURS},
+        **(lora_arguments(model, dtype, lora, trust=trust) if lora is not None else {}),
         **given.get("engine_args", {}),
     }
     if not cpu:

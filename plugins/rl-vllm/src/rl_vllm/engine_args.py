@@ -112,7 +112,10 @@ REFUSED: dict[str, Reason] = _table(
             """,
         ),
         (
-            Reason("adapters take no refit", "leave it out: the trainer sends merged weights"),
+            Reason(
+                "rl-vllm sets it for the adapters that refits bring",
+                "set vllm_cfg.lora; without it the trainer sends merged weights",
+            ),
             """
             default_mm_loras enable_lora enable_mixed_moe_lora_format enable_moe_shared_loras
             enable_tower_connector_lora fully_sharded_loras lora_dtype lora_target_modules

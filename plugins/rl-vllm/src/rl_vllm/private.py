@@ -22,6 +22,12 @@ PRIVATE: dict[str, str] = {
     "Module.load_weights of a model": "which of its parameters a tensor goes to",
     "vllm.model_executor.layers.utils.dispatch_cpu_unquantized_gemm": "on the CPU, keeps the "
     "weights that vLLM packs for oneDNN, and packs them again after a refit",
+    "Worker.model_runner.lora_manager._adapter_manager": "adapters: add_adapter, activate_adapter, "
+    "remove_adapter, modules, packed_modules, lora_index_to_id",
+    "LoRAModel.from_lora_tensors, PEFTHelper, parse_fine_tuned_lora_name, hf_to_vllm_mapper": "an "
+    "adapter of tensors in memory",
+    "BaseLinearLayerWithLoRA.slice_lora_a, .slice_lora_b, .lora_a_stacked, .lora_b_stacked, "
+    ".n_slices": "which part of an adapter a worker has, to read it back",
     "module.cpu_linear": "on the CPU, marks a module whose weights are packed",
     "CPUUnquantizedExperts.process_weights_after_loading, .apply": "on the CPU, the same for "
     "experts",

@@ -540,8 +540,9 @@ class ReceiveJob(Job[ReceiverSession]):
         self._lane.ends = self.session.deadline
         if buckets is None:
             compare(wire, expected)
-        known, mark_torn = receiver.known, self._mark_torn
-        if offer.isolation == "staged":
+        known = receiver.known
+        mark_torn = (lambda: None) if sink.double_buffered else self._mark_torn
+        if offer.isolation == "staged" and not sink.double_buffered:
             sent = {wire.owned[index].name for index in plan.sent}
             names = {spec.name for spec in expected.owned if wire.root(spec.name) in sent}
             sink = StagedSink(sink, names, receiver.version, receiver.second_copy, self._mark_torn)

@@ -26,7 +26,13 @@ if TYPE_CHECKING:
 #: Seconds for the workers of an engine to meet while a tensor is read back.
 _RANKS_MEET_S = 60.0
 
-__all__ = ["CheckpointModel", "LoadedSink", "LoadedWeights"]
+__all__ = ["CheckpointModel", "LoadedSink", "LoadedWeights", "workers_group"]
+
+
+def workers_group(workers: int) -> Any:
+    """All workers of an engine as a group of processes, on the CPU."""
+    timeout = timedelta(seconds=_RANKS_MEET_S)
+    return dist.new_group(list(range(workers)), timeout=timeout, backend="gloo")
 
 
 class LoadedWeights:
@@ -191,9 +197,7 @@ class LoadedWeights:
 
     @cached_property
     def _group(self) -> Any:
-        """All workers of the engine, on the CPU."""
-        timeout = timedelta(seconds=_RANKS_MEET_S)
-        return dist.new_group(list(range(self._workers)), timeout=timeout, backend="gloo")
+        return workers_group(self._workers)
 
     def check_files(self, directory: Path) -> None:
         """Makes sure that a checkpoint's files filled the model, for engines that do not.

@@ -1,0 +1,323 @@
+"""Real engines that serve adapters: a refit brings one beside the one that serves."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import textwrap
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+from unittest import mock
+
+import pytest
+import torch
+from engines.kinds import KINDS, Kind
+from real_engines import difference, hf_policy, prompts
+
+from rl_conformance.doubles import Engines
+from rl_conformance.faults import (
+    at_the_first_bucket,
+    between_tensors,
+    dropping,
+    failing_finish,
+    failing_write,
+    in_the_engine,
+    source_class,
+)
+from rl_conformance.weights import engine_weights, policy_weights, same_weights
+from rl_core.errors import CapabilityError, ConfigError, ManifestMismatchError, RefitError
+from rl_core.weights import RefitSender, refit
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from rl_core.batch import BatchedDataDict
+
+pytestmark = [pytest.mark.engine, pytest.mark.slow]
+
+#: The scale is no power of two.
+LORA = {"r": 4, "alpha": 6.0, "target_modules": "all-linear"}
+SERVED = {"lora": {"r": 4, "target_modules": "all-linear"}}
+EXACT = {"torch_dtype": "float32"}
+
+
+@pytest.fixture(scope="session", params=["vllm"])
+def kind(request: pytest.FixtureRequest) -> Kind:
+    """The engines that serve adapters."""
+    return KINDS[request.param]
+
+
+@pytest.fixture
+def adapted(tiny) -> Any:
+    """``adapted(family, seed)`` is a policy whose adapters a refit sends alone; all are closed."""
+    made = []
+
+    def make(family: str = "qwen2", seed: int | None = 1, **lora: Any) -> Any:
+        policy = hf_policy(tiny(family), lora={**LORA, "refit": "adapter", **lora})
+        made.append(policy)
+        if seed is not None:
+            change(policy, seed)
+        return policy
+
+    yield make
+    for policy in made:
+        policy.shutdown()
+
+
+def change(policy: Any, seed: int, names: str = "") -> None:
+    """Other adapters, as after training: all of them, or those of modules with such a name."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in policy.model.named_parameters():
+            if "lora_" in name and names in name:
+                parameter.add_(0.1 * torch.randn(parameter.shape, generator=generator))
+
+
+def greedy(engine: Any) -> BatchedDataDict[Any]:
+    found: BatchedDataDict[Any] = engine.generate(prompts(), greedy=True)
+    return found
+
+
+def same_rows(one: BatchedDataDict[Any], other: BatchedDataDict[Any]) -> bool:
+    return all(torch.equal(one[key], other[key]) for key in ("output_ids", "logprobs"))
+
+
+@contextmanager
+def flipped_byte() -> Iterator[None]:
+    """A byte of the first bucket is another one than the trainer hashed."""
+    lanes: list[Any] = []
+    honest = RefitSender.buckets
+
+    def remember(*args: Any, **options: Any) -> Any:
+        layout = honest(*args, **options)
+        lanes.append(layout.lane)
+        return layout
+
+    def flip() -> None:
+        lanes[-1].data[5] ^= 64
+
+    with mock.patch.object(RefitSender, "buckets", remember), at_the_first_bucket(flip):
+        yield
+
+
+CASES: dict[str, list[tuple[str, dict[str, Any]]]] = {
+    "vllm": [
+        ("qwen2", {}),
+        ("qwen3", {"tensor_parallel_size": 2}),
+        ("llama", {"async_engine": True}),
+    ],
+}
+
+
+@pytest.mark.parametrize(
+    ("kind", "family", "engine_config"),
+    [(name, *case) for name, cases in CASES.items() for case in cases],
+    indirect=["kind"],
+)
+def test_a_refit_of_adapters_brings_the_engine_to_the_policy(
+    kind, family, engine_config, start, adapted
+):
+    engine = start(family, SERVED | engine_config, **EXACT)
+    policy = adapted(family, seed=None)
+    assert difference(policy, greedy(engine)) < 1e-4  # the base, as B is 0
+    ways: list[dict[str, Any]] = [
+        {"verify": "installed"},
+        {"transport": "collective", "verify": "installed"},
+        {"bucket_bytes": 2000},
+        {"isolation": "staged", "verify": "installed"},
+    ]
+    for version, options in enumerate(ways, 1):
+        change(policy, version)
+        report = refit(policy, engine, deadline_s=60.0, **options)
+        assert report.bytes == sum(t.nbytes for t in policy_weights(policy).values())
+        assert (engine.weights_version, engine.weights_origin) == (version, policy.weights_origin)
+        same_weights(engine_weights(engine), policy_weights(policy), "the engine")
+        for how in (True, False):
+            assert difference(policy, engine.generate(prompts(), greedy=how)) < 1e-4
+    change(policy, 9, "layers.1.self_attn.v_proj.lora_B")
+    assert refit(policy, engine, delta=True, deadline_s=60.0).tensors == 1
+    same_weights(engine_weights(engine), policy_weights(policy), "the engine")
+    assert difference(policy, greedy(engine)) < 1e-4
+
+
+#: A fresh engine without any of our code that generates with an adapter in a directory.
+FRESH = {
+    "vllm": """
+        from rl_vllm import cpu_torch
+        from vllm import LLM, SamplingParams
+        from vllm.lora.request import LoRARequest
+        llm = LLM(model, dtype="float32", enable_lora=True, max_lora_rank=8, enforce_eager=True,
+                  kv_cache_memory_bytes=64 << 20, max_num_seqs=16)
+        how = SamplingParams(temperature=0.0, max_tokens=12, logprobs=0, detokenize=False)
+        rows = [{"prompt_token_ids": row} for row in rows]
+        found = [row.outputs[0] for row in llm.generate(rows, how, lora_request=LoRARequest(
+            "saved", 1, saved), use_tqdm=False)]
+        tokens = [list(one.token_ids) for one in found]
+        logprobs = [[step[t].logprob for step, t in zip(one.logprobs, one.token_ids)]
+                    for one in found]
+    """,
+}
+
+
+@pytest.mark.parametrize("kind", list(FRESH), indirect=True)
+def test_a_fresh_engine_with_the_saved_adapter_generates_the_same(
+    kind, start, adapted, tiny, tmp_path
+):
+    engine, policy = start("qwen2", SERVED, **EXACT), adapted("qwen2")
+    refit(policy, engine, deadline_s=60.0)
+    change(policy, 2)
+    refit(policy, engine, deadline_s=60.0)
+    policy.model.save_pretrained(tmp_path)
+    data, output = prompts(), greedy(engine)
+    rows = [row[:n].tolist() for row, n in zip(*data.values(), strict=True)]
+    script = "import json, sys\nmodel, saved, rows = json.loads(sys.argv[1])\n"
+    script += textwrap.dedent(FRESH[kind.name]) + "\nprint(json.dumps([tokens, logprobs]))"
+    given = json.dumps([str(tiny("qwen2")), str(tmp_path), rows])
+    environment = kind.module("environment").engine_environment("cpu")
+    done = subprocess.run(
+        [sys.executable, "-c", script, given], capture_output=True, text=True, env=environment
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    tokens, logprobs = json.loads(done.stdout.splitlines()[-1])
+    for i, row in enumerate(rows):
+        made = slice(len(row), int(output["unpadded_sequence_lengths"][i]))
+        ids = output["output_ids"][i, made].tolist()
+        assert tokens[i][: len(ids)] == ids  # the saved model has no stop tokens
+        assert logprobs[i][: len(ids)] == pytest.approx(output["logprobs"][i, made].tolist())
+
+
+_TENSOR = "base_model.model.model.layers.1.mlp.up_proj.lora_B.weight"
+FAULTS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
+    # First, before the tensor that it leaves out is in the engine's buffers.
+    "at the read back": (dropping, {"tensor": _TENSOR}),
+    "at a write": (failing_write, {"after": 3}),
+    "at the finish": (failing_finish, {}),
+}
+
+
+def test_the_old_adapter_serves_on_after_a_refit_that_failed(start, adapted):
+    engine, other = (start("qwen2", SERVED, **EXACT) for _ in range(2))
+    policy = adapted("qwen2")
+    both = Engines(engine, other)
+    for version, isolation in ((1, "quiesced"), (2, "staged")):
+        how = {"isolation": isolation, "verify": "installed", "deadline_s": 60.0}
+        refit(policy, both, **how)
+        before, weights = greedy(engine), engine_weights(engine)
+        change(policy, version + 1)
+        for fault, arguments in FAULTS.values():
+            with in_the_engine(engine, fault, **arguments), pytest.raises(RefitError):
+                refit(policy, both, **how)
+            for one in (engine, other):
+                assert one.weights_version == version
+                assert same_rows(greedy(one), before)
+                same_weights(engine_weights(one), weights, "the engine")
+        with flipped_byte(), pytest.raises(RefitError):
+            refit(policy, both, **how)
+        assert same_rows(greedy(engine), before)
+    refit(policy, both, delta=True, verify="installed", deadline_s=60.0)
+    for one in (engine, other):
+        same_weights(engine_weights(one), policy_weights(policy), "the engine")
+        assert difference(policy, greedy(one)) < 1e-4
+
+
+def test_the_old_adapter_serves_while_a_staged_one_arrives(start, adapted):
+    engine, policy = start("qwen2", SERVED, **EXACT), adapted("qwen2")
+    refit(policy, engine, deadline_s=60.0)
+    before, seen = greedy(engine), []
+    change(policy, 2)
+    with between_tensors(source_class(policy), after=5, act=lambda: seen.append(greedy(engine))):
+        refit(policy, engine, isolation="staged", bucket_bytes=2000, deadline_s=60.0)
+    [during] = seen
+    assert same_rows(during, before)
+    assert set(during["weights_version"].tolist()) == {1}
+    assert difference(policy, greedy(engine)) < 1e-4
+
+
+def test_an_engine_that_comes_late_gets_the_adapter_of_the_others(start, adapted):
+    engine, policy = start("qwen2", SERVED, **EXACT), adapted("qwen2")
+    refit(policy, engine, deadline_s=60.0)
+    late = start("qwen2", SERVED, **EXACT)
+    refit(policy, late, version=policy.weights_version, deadline_s=60.0)
+    assert late.weights_version == 1
+    assert same_rows(greedy(late), greedy(engine))
+
+
+def test_other_adapters_than_the_engine_serves_are_refused_by_name(start, adapted, tiny):
+    engine = start("qwen2", SERVED, **EXACT)
+    refit(adapted("qwen2"), engine, deadline_s=60.0)
+    before = greedy(engine)
+    others = {
+        "q_proj.lora_A": adapted("qwen2", r=8),
+        "down_proj.lora_B": adapted("qwen2", target_modules=["q_proj", "v_proj"]),
+        "lm_head.weight": hf_policy(tiny("qwen2"), lora=LORA),
+    }
+    for name, policy in others.items():
+        with pytest.raises(ManifestMismatchError) as caught:
+            refit(policy, engine, deadline_s=30.0)
+        named = [one for names in caught.value.details.values() if names for one in [str(names)]]
+        assert any(name in one for one in named), caught.value.details
+        policy.shutdown()
+    assert same_rows(greedy(engine), before)
+
+
+#: A trainer that is killed before its sixth tensor.
+TRAINER = """
+    import json, os, signal, sys
+    from rl_core import create_policy
+    from rl_hf.lora import AdapterWeightSource
+    policy = create_policy(json.loads(sys.argv[1]))
+    print(json.dumps(policy.prepare_refit_info()), flush=True)
+    whole = AdapterWeightSource.tensors
+    def tensors(self, names):
+        for count, item in enumerate(whole(self, names)):
+            if count == 5:
+                os.kill(os.getpid(), signal.SIGKILL)
+            yield item
+    AdapterWeightSource.tensors = tensors
+    sys.stdin.readline()
+    for future in policy.send_weights(deadline_s=60.0, bucket_bytes=2000):
+        future.result()
+"""
+
+
+def test_the_old_adapter_serves_on_after_its_trainer_is_killed(start, adapted, tiny):
+    engine, policy = start("qwen2", SERVED, **EXACT), adapted("qwen2")
+    refit(policy, engine, deadline_s=60.0)
+    before = greedy(engine)
+    config = {"backend": "hf", "model_name": str(tiny("qwen2")), "lora": {**LORA}}
+    config["lora"]["refit"] = "adapter"
+    with subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(TRAINER), json.dumps(config)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as trainer:
+        engine.prepare_refit_info(json.loads(trainer.stdout.readline()))
+        [receiving] = engine.receive_weights(deadline_s=60.0)
+        trainer.stdin.write("go\n")
+        trainer.stdin.flush()
+        with pytest.raises(RefitError):
+            receiving.result(60.0)
+    assert engine.weights_version == 1
+    assert same_rows(greedy(engine), before)
+    refit(policy, engine, deadline_s=60.0)
+    assert same_rows(greedy(engine), before)
+
+
+@pytest.mark.parametrize(
+    ("given", "error", "key"),
+    [
+        ({"sleep_level": 2}, ConfigError, "sleep_level"),
+        ({"load_format": "dummy"}, ConfigError, "load_format"),
+        ({"refit": False}, ConfigError, "refit"),
+        ({"lora": {"r": 1024}}, ConfigError, "lora.r"),
+        ({"lora": {"target_modules": ["no_proj"]}}, ConfigError, "lora.target_modules"),
+        ({"lora": {"target_modules": ["embed_tokens"]}}, CapabilityError, ""),
+    ],
+)
+def test_what_adapters_rule_out_is_refused_when_the_engine_is_built(kind, given, error, key, start):
+    with pytest.raises(error) as caught:
+        start("llama", SERVED | given, **EXACT)
+    if key:
+        assert caught.value.details["key"] == f"{kind.section}.{key}"
