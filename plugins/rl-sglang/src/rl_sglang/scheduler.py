@@ -10,9 +10,10 @@ import os
 import tempfile
 import threading
 import traceback
+from contextlib import suppress
 from functools import cache, partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 import torch
@@ -28,9 +29,6 @@ from rl_sglang.loading import watch_loading
 from rl_sglang.sampler import GREEDY, RowSampler, with_seeds
 from rl_sglang.weights import EngineWeights, ModelSink
 from rl_sglang.workers import SchedulerFailure, connect
-
-if TYPE_CHECKING:
-    from multiprocessing.connection import Connection
 
 __all__ = [
     "GREEDY",
@@ -115,21 +113,17 @@ def run_scheduler(
             weights = cache(lambda: EngineWeights(runner))
             name = f"SGLang scheduler {tp_rank} (pid {os.getpid()})"
             refits = WorkerRefits(lambda: ModelSink(weights()), name)
-            threading.Thread(
-                target=_answer_frames, args=(connection, refits), name="refits", daemon=True
-            ).start()
+
+            def answer_frames() -> None:
+                """Answers the engine's process until it ends."""
+                with suppress(EOFError, OSError):
+                    while True:
+                        connection.send_bytes(refits.answer_frame(connection.recv_bytes()))
+
+            threading.Thread(target=answer_frames, name="refits", daemon=True).start()
 
     sglang_scheduler.Scheduler = RefitScheduler
     sglang_scheduler.run_scheduler_process(server_args, port_args, gpu_id, tp_rank, *args, **kwargs)
-
-
-def _answer_frames(connection: Connection, refits: WorkerRefits) -> None:
-    """Answers the engine's process until it is gone."""
-    try:
-        while True:
-            connection.send_bytes(refits.answer_frame(connection.recv_bytes()))
-    except (EOFError, OSError):
-        return
 
 
 def _watch_stop_strings(options: SchedulerOptions) -> None:
