@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import os
 import subprocess
 import sys
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -15,7 +17,6 @@ from rl_hosting._fork_client import ForkServer
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
-    from pathlib import Path
 
     from rl_hosting import EngineBackend
 
@@ -75,12 +76,17 @@ def skip_without_engine(item: pytest.Item, kind: Kind) -> None:
 
 @pytest.fixture(scope="session")
 def imported(kind: Kind) -> Iterator[int]:
-    """The process that has the engine imported, kept from test to test."""
+    """The process that has the engine imported, kept from test to test.
+
+    Engines find what these tests run beside their weights (``engines.held``).
+    """
     parts = kind.module("environment")
-    environment = parts.engine_environment("cpu")
-    server = ForkServer.obtain(environment, subprocess.DEVNULL, sys.executable, parts.PRELOAD)
-    yield server._process.pid
-    server.release()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", str(Path(__file__).parent.parent), prepend=os.pathsep)
+        environment = parts.engine_environment("cpu")
+        server = ForkServer.obtain(environment, subprocess.DEVNULL, sys.executable, parts.PRELOAD)
+        yield server._process.pid
+        server.release()
 
 
 @pytest.fixture

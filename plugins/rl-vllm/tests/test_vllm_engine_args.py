@@ -48,7 +48,7 @@ def test_every_argument_of_the_installed_vllm_is_in_one_table():
         ("enable_lora", True, "merged"),
         ("data_parallel_size", 2, "RayVirtualCluster"),
         ("kv_transfer_config", {}, "leave it out"),
-        ("quantization", "fp8", "vllm_cfg.refit"),
+        ("cpu_offload_gb", 4, "vllm_cfg.refit"),
         ("enable_chunked_prefill", True, "leave it out"),
         ("max_num_seq", 4, "write vllm_cfg.max_num_seqs"),
         ("block_sizes", 4, "write vllm_cfg.engine_args.block_size"),
@@ -64,7 +64,7 @@ def test_what_results_or_refits_depend_on_is_refused_by_name(name, value, fix, t
 
 
 def test_without_refits_more_may_be_given_but_nothing_that_changes_results():
-    check_engine_args({"refit": False, "engine_args": {"quantization": "fp8"}}, "cuda")
+    check_engine_args({"refit": False, "engine_args": {"cpu_offload_gb": 4}}, "cuda")
     check_engine_args({"engine_args": {"enable_chunked_prefill": True}}, "cuda")
     with pytest.raises(ConfigError, match="logits_processors"):
         check_engine_args({"refit": False, "engine_args": {"logits_processors": []}}, "cuda")

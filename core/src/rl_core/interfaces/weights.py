@@ -11,8 +11,10 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from rl_core.errors import CapabilityError
+
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
     import torch
 
@@ -129,10 +131,7 @@ class WeightSource(ABC):
         """
 
     def close(self) -> None:
-        """Releases what the source holds; called once, however the refit ended.
-
-        Also where it never began: it was refused, or another one took its place.
-        """
+        """Releases what the source holds; called once, however the refit ended or if none began."""
 
 
 class WeightSink(ABC):
@@ -150,11 +149,13 @@ class WeightSink(ABC):
             :meth:`fail` takes that back. A refit then tears nothing, and a ``staged`` one needs no
             second copy: it calls :meth:`begin` and :meth:`write` while the engine generates.
         device: Where the tensors are, such as ``"cuda:0"``.
+        always_sent: Names of tensors that the engine takes only together: no delta leaves them out.
     """
 
     casts: bool = False
     double_buffered: bool = False
     device: str = "cpu"
+    always_sent: Collection[str] = ()
 
     @abstractmethod
     def specs(self) -> Sequence[TensorSpec]:
@@ -195,8 +196,6 @@ class WeightSink(ABC):
         Raises:
             CapabilityError: The engine has no such cache.
         """
-        from rl_core.errors import CapabilityError
-
         raise CapabilityError(
             f"{type(self).__name__} takes no key/value scales",
             fix="refit without kv_scales, or implement WeightSink.scale_kv",
@@ -209,14 +208,15 @@ class WeightSink(ABC):
     def fail(self) -> None:
         """The transfer failed after :meth:`begin`; the weights may be torn."""
 
-    def read(self, names: Iterable[str]) -> Iterator[tuple[str, torch.Tensor]]:
+    def read(self, names: Iterable[str]) -> Iterator[tuple[str, torch.Tensor | None]]:
         """Yields what is installed now, under the manifest's names, for verification.
+
+        None stands for a tensor of which the engine keeps only what it computed: the sink compares
+        that itself, and gives it back in :meth:`fail` if it was read before the first write.
 
         Raises:
             CapabilityError: The engine cannot export its weights.
         """
-        from rl_core.errors import CapabilityError
-
         raise CapabilityError(
             f"{type(self).__name__} cannot read its installed weights back",
             fix='use verify="wire", or implement WeightSink.read',

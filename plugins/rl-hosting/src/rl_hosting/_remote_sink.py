@@ -38,12 +38,15 @@ class RemoteSink(WeightSink):
         run = data.detach().to("cpu", of.torch_dtype).contiguous().view(-1).view(torch.uint8)
         self._receiver.write(name, offset, bytes(run.numpy()))
 
-    def read(self, names: Iterable[str]) -> Iterator[tuple[str, torch.Tensor]]:
+    def read(self, names: Iterable[str]) -> Iterator[tuple[str, torch.Tensor | None]]:
         """See :meth:`WeightSink.read`."""
         by_name = {spec.name: spec for spec in self._specs}
         for name in names:
             spec = by_name[name]
             data = bytearray(self._receiver.read(name))
+            if spec.numel and not data:
+                yield name, None
+                continue
             dtype = spec.torch_dtype
             flat = torch.frombuffer(data, dtype=dtype) if data else torch.empty(0, dtype=dtype)
             yield name, flat.view(spec.shape)

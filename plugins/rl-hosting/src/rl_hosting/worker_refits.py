@@ -181,8 +181,13 @@ class WorkerRefits:
         return load_object(function)(self._sink, **arguments)
 
     def read(self, name: str) -> bytes:
-        """The bytes of a tensor; all workers of an engine must read at the same time."""
+        """The bytes of a tensor; all workers of an engine must read at the same time.
+
+        None where the engine has only what it computed of the tensor.
+        """
         [(_, tensor)] = self._sink().read([name])
+        if tensor is None:
+            return b""
         return bytes(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy())
 
     def write(self, name: str, offset: int, data: bytes) -> None:

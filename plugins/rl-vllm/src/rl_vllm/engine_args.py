@@ -33,7 +33,7 @@ OWN_KEYS: dict[str, str] = {key: f"vllm_cfg.{key}" for key in config_keys(VllmEn
     "logprobs_mode": "logprobs_mode",
 }
 
-#: How fast, with which kernels, in how much memory: neither results nor refits depend on them.
+#: How fast, with which kernels, in how much memory: refits do not depend on them.
 ALLOWED = _names(
     """
     aggregate_engine_logging all2all_backend async_scheduling attention_backend attention_config
@@ -51,10 +51,10 @@ ALLOWED = _names(
     max_num_scheduled_tokens max_parallel_loading_workers mm_processor_cache_gb moe_backend
     num_gpu_blocks_override numa_bind numa_bind_cpus numa_bind_nodes optimization_level
     otlp_traces_endpoint performance_mode prefill_schedule_interval prefix_cache_retention_interval
-    prefix_caching_hash_algo profiler_config ray_workers_use_nsight safetensors_load_strategy
-    safetensors_prefetch_block_size safetensors_prefetch_num_threads scheduler_reserve_full_isl
-    scheduling_policy show_hidden_metrics_for_version skip_mm_profiling stream_interval
-    use_fp64_gumbel use_tqdm_on_load watermark
+    prefix_caching_hash_algo profiler_config quantization quantization_config ray_workers_use_nsight
+    safetensors_load_strategy safetensors_prefetch_block_size safetensors_prefetch_num_threads
+    scheduler_reserve_full_isl scheduling_policy show_hidden_metrics_for_version skip_mm_profiling
+    stream_interval use_fp64_gumbel use_tqdm_on_load watermark
     """
 )
 
@@ -64,7 +64,7 @@ WITHOUT_REFITS = _names(
     allow_deprecated_quantization cpu_offload_gb cpu_offload_params enable_elastic_ep
     enable_ep_weight_filter enable_eplb eplb_config kv_offloading_backend kv_offloading_size
     model_loader_extra_config offload_backend offload_group_size offload_num_in_group
-    offload_params offload_prefetch_step quantization quantization_config
+    offload_params offload_prefetch_step
     """
 )
 

@@ -14,6 +14,8 @@ __all__ = ["watch_loading"]
 
 #: Attributes that are made anew after a refit (``cpu_weights``), or travel with it (``sink``).
 _MADE_ANEW = {"cpu_linear", "pack_experts"}
+#: What changes while weights are quantised, but not with them.
+_CLOCKS = {"online_quantization_time"}
 _SCALES = {f"_{which}_scale{kind}" for which in "qkv" for kind in ("", "_float")}
 
 
@@ -28,7 +30,7 @@ def watch_loading() -> None:
     @functools.wraps(initialize)
     def watched_initialize(*args: Any, **kwargs: Any) -> nn.Module:
         model: nn.Module = initialize(*args, **kwargs)
-        LoadWatch(model, "vLLM", _MADE_ANEW | _SCALES)
+        LoadWatch(model, "vLLM", _MADE_ANEW | _SCALES | _CLOCKS)
         return model
 
     @functools.wraps(process)

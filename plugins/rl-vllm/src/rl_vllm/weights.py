@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from rl_backends.engine.derived_weights import check_derived
 from rl_backends.engine.weights import CheckpointModel, LoadedSink, LoadedWeights
 from rl_core.errors import CapabilityError, ConfigError
 from rl_vllm.cpu_weights import check_packed, pack_again
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping
+    from collections.abc import Callable, Iterable, Iterator, Mapping
     from contextlib import AbstractContextManager
 
     import torch
+    from torch import nn
 
 __all__ = ["EngineWeights", "ModelSink"]
 
@@ -28,17 +29,19 @@ class EngineWeights(LoadedWeights):
         worker: vLLM's, with its part of the model loaded.
 
     Raises:
-        CapabilityError: The model is quantised.
+        CapabilityError: The checkpoint is quantised.
     """
 
     def __init__(self, worker: Any) -> None:
         self._config = worker.vllm_config
         model_config = self._config.model_config
-        if model_config.quantization is not None:
+        if getattr(model_config.hf_config, "quantization_config", None) is not None:
             raise CapabilityError(
-                f"an engine quantised with {model_config.quantization} takes no refit",
-                fix="use a checkpoint that is not quantised; to generate without refits, "
-                f"{WITHOUT_REFITS}",
+                f"the checkpoint is quantised ({model_config.quantization}): the tensors of a "
+                "trainer do not have its names and dtypes",
+                fix="use the checkpoint that it was made of, and have vLLM quantise that: set "
+                'vllm_cfg.engine_args.quantization, for example to "fp8_per_block"; to generate '
+                f"without refits, {WITHOUT_REFITS}",
                 capability="refit",
             )
         super().__init__(
@@ -57,13 +60,38 @@ class EngineWeights(LoadedWeights):
 
     def check(self) -> None:
         """See :meth:`LoadedWeights.check`."""
-        check_derived(
-            self.model,
+        self.check_derived(
             "vLLM",
             fix="use a model without such layers; for experts on CUDA, set "
             'vllm_cfg.engine_args.moe_backend to "triton", which keeps their layout',
-            without_refits=WITHOUT_REFITS,
         )
+
+    def hook(self, module: nn.Module) -> Callable[[], None] | None:
+        """See :meth:`LoadedWeights.hook`; in the order in which vLLM itself has them run."""
+        from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
+        from vllm.utils.torch_utils import set_default_torch_dtype
+
+        method = getattr(module, "quant_method", None)
+        own: Any = getattr(module, "process_weights_after_loading", None)
+        if isinstance(method, QuantizeMethodBase):
+            process = partial(method.process_weights_after_loading, module)
+        elif own is not None:
+            process = own if module is self.model else partial(own, self.checkpoint.dtype)
+        else:
+            return None
+
+        def run() -> None:
+            with self.loading(), set_default_torch_dtype(self.checkpoint.dtype), self.device:
+                process()
+
+        return run
+
+    def prepare_plain(self, parameter: torch.Tensor) -> None:
+        """See :meth:`LoadedWeights.prepare_plain`: vLLM waits for the last tensor of a layer."""
+        held = vars(parameter)
+        for key in ("weight_loader", "_weight_loader"):
+            while getattr(held.get(key), "__name__", "") == "online_process_loader":
+                held[key] = held[key].__wrapped__
 
     def loading(self) -> AbstractContextManager[None]:
         """The configuration of the engine is set, which vLLM's code asks for."""
@@ -96,7 +124,7 @@ class ModelSink(LoadedSink):
         super().fail()
         pack_again(self._weights.model)
 
-    def read(self, names: Iterable[str]) -> Iterator[tuple[str, torch.Tensor]]:
+    def read(self, names: Iterable[str]) -> Iterator[tuple[str, torch.Tensor | None]]:
         """See :meth:`WeightSink.read`."""
         if not self._checked:
             check_packed(self._weights.model)

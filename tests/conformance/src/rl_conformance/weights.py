@@ -31,13 +31,17 @@ def policy_weights(policy: ColocatablePolicyInterface) -> dict[str, torch.Tensor
 
 
 def engine_weights(generation: GenerationInterface) -> dict[str, torch.Tensor]:
-    """Copies of what the engine has installed, under the manifest's names."""
+    """Copies of what the engine has installed, under the manifest's names.
+
+    Without those of which it keeps only what it computed.
+    """
     sink: Any = getattr(generation, "weight_sink", None)
     if sink is None:
         raise NotRun("the engine does not run in this process as a GenerationBackend")
     sink = sink()
     names = [spec.name for spec in sink.specs()]
-    return {name: tensor.detach().cpu().clone() for name, tensor in sink.read(names)}
+    found = sink.read(names)
+    return {name: one.detach().cpu().clone() for name, one in found if one is not None}
 
 
 def checkpoint_weights(path: Path) -> dict[str, torch.Tensor]:

@@ -79,6 +79,7 @@ class RefitReceiver(Endpoint["ReceiveJob"]):
         outside_changes: How often something besides refits changed the weights. A refit in which
             that happens cannot commit, and takes nothing of it back.
         known: Digests, by name, of the tensors that the engine is known to have.
+        always_sent: Names of those that a delta does not leave out.
         device: Where the engine's tensors were when it was prepared.
         second_copy: Memory of staged refits, kept between them.
         connections: Those of each transport that was used.
@@ -100,6 +101,7 @@ class RefitReceiver(Endpoint["ReceiveJob"]):
         self.torn = False
         self.outside_changes = 0
         self.known: dict[str, bytes] = {}
+        self.always_sent: set[str] = set()
         self.device = CPU
         self.second_copy: dict[str, torch.Tensor] = {}
         self.connections: Connections[ReceiverEnd, ReceiverBuckets] = Connections()
@@ -519,15 +521,13 @@ class ReceiveJob(Job[ReceiverSession]):
         kept, sink = receiver.connections.buckets, receiver.sink()
         expected = receiver.manifest_of(sink)
         mode = DataMode.DIRECT if prepare.direct else DataMode.PACKED
-        key = (
-            wire.digest, expected.digest, bucket_bytes, mode, skip, block_hash, offer.isolation
-        )  # fmt: skip
+        key = (wire.digest, expected.digest, bucket_bytes, mode, skip, block_hash, offer.isolation)
         buckets = kept.get(key)
-        if buckets is None:
-            plan = make_plan(wire, bucket_bytes, mode, skip=skip, block=block_hash.block)
-        else:
-            plan = buckets.plan
-        self._plan = plan
+        self._plan = plan = (
+            buckets.plan
+            if buckets is not None
+            else make_plan(wire, bucket_bytes, mode, skip=skip, block=block_hash.block)
+        )
         if plan.digest != prepare.plan:
             raise RefitProtocolError("sender and receiver made different plans", phase="PREPARE")
         try:
@@ -540,6 +540,7 @@ class ReceiveJob(Job[ReceiverSession]):
         self._lane.ends = self.session.deadline
         if buckets is None:
             compare(wire, expected)
+        receiver.always_sent = {wire.root(name) for name in sink.always_sent}
         known = receiver.known
         mark_torn = (lambda: None) if sink.double_buffered else self._mark_torn
         if offer.isolation == "staged" and not sink.double_buffered:
@@ -554,14 +555,11 @@ class ReceiveJob(Job[ReceiverSession]):
                 fix='use isolation="quiesced"',
                 capability="staged",
             )
+        # These raise now, and not when all was written.
         if offer.kv_scales and type(sink).scale_kv is WeightSink.scale_kv:
-            raise CapabilityError(
-                f"{type(sink).__name__} takes no key/value scales",
-                fix="refit without kv_scales, or implement WeightSink.scale_kv",
-                capability="kv_scales",
-            )
+            sink.scale_kv(offer.kv_scales)
         if offer.verify == "installed" and type(sink).read is WeightSink.read:
-            sink.read(())  # raises now, and not when all was written
+            sink.read(())
         sink.begin(offer.version)
         self._sink = sink
         if buckets is None or not buckets.fits(sink, self._lane.data):
@@ -593,7 +591,8 @@ class ReceiveJob(Job[ReceiverSession]):
     def _holds(self) -> bytes:
         """The digests of what the engine is known to have, in the trainer's order."""
         self._changes_when_told = self.endpoint.outside_changes
-        return DigestTable(self.trainer.wire, self.endpoint.known).flat
+        held = {n: d for n, d in self.endpoint.known.items() if n not in self.endpoint.always_sent}
+        return DigestTable(self.trainer.wire, held).flat
 
     def _mark_torn(self) -> None:
         self.session.mark_torn()

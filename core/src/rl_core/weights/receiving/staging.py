@@ -104,6 +104,9 @@ class StagedSink(WeightSink):
                 self._exchanged.append(spec)
                 continue
             [(_, installed)] = self._sink.read([spec.name])
+            if installed is None:  # `fail` of the sink gives it back
+                self._put(spec, new)
+                continue
             before = self._staged[spec.name] = installed.clone()
             self._exchanged.append(spec)  # from here on there is something to restore
             self._put(spec, new)
@@ -122,7 +125,7 @@ class StagedSink(WeightSink):
         self._exchanged = []
         self._sink.finish(self._before)
 
-    def read(self, names: Iterable[str]) -> Iterator[tuple[str, torch.Tensor]]:
+    def read(self, names: Iterable[str]) -> Iterator[tuple[str, torch.Tensor | None]]:
         return self._sink.read(names)
 
     def _put(self, spec: TensorSpec, tensor: torch.Tensor) -> None:

@@ -7,6 +7,9 @@ again after the engine's hooks have run. What was there before, bit for bit, doe
 weights. A view of a parameter follows it. Nor is a number derived that a dataclass has by default,
 or that a dataclass has from somewhere in the model: engines hand kernels their configuration like
 that, and make kernels in their hooks. All else was derived from the weights.
+
+What the hooks were given and what they changed is kept, too, so that
+:mod:`rl_backends.engine.rearranged` can run them again.
 """
 
 from __future__ import annotations
@@ -27,9 +30,20 @@ from rl_core.errors import CapabilityError
 from rl_core.weights.data.digests import BlockHash, Hasher, tensor_digest
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterator
+    from collections.abc import Collection, Iterable, Iterator
 
-__all__ = ["LoadWatch", "check_derived", "find_watch"]
+__all__ = [
+    "Container",
+    "LoadWatch",
+    "check_derived",
+    "containers_of",
+    "digest_of",
+    "find_watch",
+    "tensors_in",
+]
+
+#: What holds the attributes or items of an object.
+Container = dict[Any, Any] | list[Any]
 
 #: Attributes of a module that are looked at one by one.
 _LISTED = {"_modules", "_parameters", "_buffers"}
@@ -63,14 +77,21 @@ class LoadWatch:
         skipped: Attributes and buffers of modules that the backend itself renews after a refit.
 
     Attributes:
+        skipped: As given.
         derived: Paths of what was derived from weights.
-        rearranged: Names of parameters that hooks changed.
+        rearranged: Names of parameters that were changed after loading, or by it.
+        plain: Of each module, by name, the parameters that the loader fills, without memory.
+        changed: What the hooks changed besides parameters and tensors, and what it held before.
     """
 
     def __init__(self, model: nn.Module, engine: str, skipped: Collection[str] = ()) -> None:
         self._engine = engine
-        self._skipped = frozenset(skipped)
+        self.skipped = frozenset(skipped)
         self._held = self._fingerprints(model)
+        self.plain = {name: _without_memory(module) for name, module in model.named_modules()}
+        self.changed: list[tuple[Container, Container]] = []
+        self._contents = self._copy_containers(model)
+        self._derived: dict[str, weakref.ref[torch.Tensor]] = {}
         self._weights: dict[str, tuple[torch.dtype, bytes]] = {}
         self.derived: list[str] = []
         self.rearranged: list[str] = []
@@ -78,22 +99,43 @@ class LoadWatch:
         _watches[model] = self
 
     def weights_loaded(self, model: nn.Module) -> None:
-        """Records the weights; to be called before any hook."""
-        self._weights = {n: (p.dtype, _digest(p)) for n, p in _parameters(model)}
+        """Records the weights; to be called before the hooks that run when all are loaded."""
+        self._weights = {n: (p.dtype, digest_of(p)) for n, p in _parameters(model)}
+        plain = {name: _without_memory(module) for name, module in model.named_modules()}
+        contents, kept = self._copy_containers(model), set[int]()
+        for name, module in model.named_modules():
+            if _forms(plain[name]) == _forms(self.plain[name]):
+                self.plain[name] = plain[name]
+            else:  # its hook has run while it was loaded
+                self.rearranged += [f"{name}.{key}" for key in self.plain[name]]
+                kept |= containers_of(module, model, self.skipped).keys()
+        for key in contents.keys() - kept:
+            self._contents[key] = contents[key]
 
     def hooks_finished(self, model: nn.Module) -> None:
         """Compares what the hooks left with what was recorded."""
+        self.changed = [pair for pair in self._contents.values() if _differ(*pair)]
+        self._contents = {}
         after = dict(_parameters(model))
         for name, (dtype, digest) in self._weights.items():
             # Some kernels keep the same numbers in a wider dtype.
-            if name not in after or _digest(after[name].detach().to(dtype)) != digest:
+            if name not in after or digest_of(after[name].detach().to(dtype)) != digest:
                 self.rearranged.append(name)
+        self.rearranged = list(dict.fromkeys(self.rearranged))
         numbers = {found.text for found in self._held.values() if isinstance(found, _Number)}
         for path, found in self._fingerprints(model).items():
             copied = isinstance(found, _Number) and found.setting and found.text in numbers
             if self._held.get(path) != found and not copied:
                 self.derived.append(path)
-        self._known = {path for path, _ in _held(model, self._skipped)}
+        held = dict(_held(model, self.skipped))
+        self._known = set(held)
+        derived = [(path, held[path]) for path in self.derived]
+        self._derived = {p: weakref.ref(one) for p, one in derived if isinstance(one, torch.Tensor)}
+
+    def find_derived(self, path: str) -> torch.Tensor | None:
+        """A tensor that was derived from weights."""
+        found = self._derived.get(path)
+        return found() if found else None
 
     def find_new_copies(self, model: nn.Module) -> None:
         """Finds copies of weights that layers made while they computed.
@@ -102,7 +144,7 @@ class LoadWatch:
         all of a sample of its numbers are in the weights of its module.
         """
         modules = dict(model.named_modules())
-        for path, value in _held(model, self._skipped):
+        for path, value in _held(model, self.skipped):
             if path in self._known:
                 continue
             self._known.add(path)
@@ -126,42 +168,51 @@ class LoadWatch:
             if not sample.numel():
                 self.derived.append(path)
 
-    def check(self, model: nn.Module, *, fix: str) -> None:
+    def check(
+        self, model: nn.Module, *, fix: str, renewed: Collection[str] = (), why: str = ""
+    ) -> None:
         """Makes sure that the engine computes with what its loader wrote, where it wrote it.
 
         Args:
             model: The same.
             fix: What to do about it.
+            renewed: Names and paths of what a refit makes anew.
+            why: What else is known about those that it does not.
 
         Raises:
             CapabilityError: Names the parameters that were rearranged after loading, and what else
                 was made of weights.
         """
         self.find_new_copies(model)
-        for paths, what in (
+        for found, what in (
             (self.rearranged, "rearranges the weights of this model after loading"),
             (self.derived, "keeps other tensors that it computed from the weights"),
         ):
-            if paths:
+            if paths := [path for path in found if path not in renewed]:
                 more = f" and {len(paths) - _FEW} more" if len(paths) > _FEW else ""
                 raise CapabilityError(
                     f"{self._engine}'s {type(model).__name__} takes no refit: {self._engine} "
-                    f"{what}, and a refit would not update them: {', '.join(paths[:_FEW])}{more}",
+                    f"{what}, and a refit would not update them: {', '.join(paths[:_FEW])}{more}"
+                    + (f"; {why}" if why else ""),
                     fix=fix,
                     capability="refit",
                 )
+
+    def _copy_containers(self, model: nn.Module) -> dict[int, tuple[Container, Container]]:
+        found = containers_of(model, model, self.skipped)
+        return {key: (one, one.copy()) for key, one in found.items()}
 
     def _fingerprints(self, model: nn.Module) -> dict[str, Any]:
         """What the modules of a model hold besides parameters and views of these, by path."""
         storages = {p.untyped_storage().data_ptr() for _, p in _parameters(model) if p.numel()}
         found: dict[str, Any] = {}
-        for path, value in _held(model, self._skipped):
+        for path, value in _held(model, self.skipped):
             if isinstance(value, torch.Tensor):
                 if value.is_meta or not value.numel():
                     continue
                 if value.layout is torch.strided and value.untyped_storage().data_ptr() in storages:
                     continue
-                found[path] = (value.dtype, tuple(value.shape), _digest(value))
+                found[path] = (value.dtype, tuple(value.shape), digest_of(value))
             elif isinstance(value, np.ndarray):
                 found[path] = (value.dtype, value.shape, value.tobytes())
             else:
@@ -177,7 +228,15 @@ def find_watch(model: nn.Module) -> LoadWatch | None:
     return _watches.get(model)
 
 
-def check_derived(model: nn.Module, engine: str, *, fix: str, without_refits: str) -> None:
+def check_derived(
+    model: nn.Module,
+    engine: str,
+    *,
+    fix: str,
+    without_refits: str,
+    renewed: Collection[str] = (),
+    why: str = "",
+) -> None:
     """Makes sure that an engine computes with what its loader wrote, where it wrote it.
 
     Args:
@@ -185,6 +244,8 @@ def check_derived(model: nn.Module, engine: str, *, fix: str, without_refits: st
         engine: Its name; that of its plugin is ``rl-`` and the same in small letters.
         fix: What to do about what was derived.
         without_refits: How to build an engine that takes no refits.
+        renewed: See :meth:`LoadWatch.check`.
+        why: See :meth:`LoadWatch.check`.
 
     Raises:
         CapabilityError: See :meth:`LoadWatch.check`; or its loading was not watched.
@@ -197,11 +258,74 @@ def check_derived(model: nn.Module, engine: str, *, fix: str, without_refits: st
             f"without refits, {without_refits}",
             capability="refit",
         )
-    watch.check(model, fix=f"{fix}; to generate without refits, {without_refits}")
+    fix = f"{fix}; to generate without refits, {without_refits}"
+    watch.check(model, fix=fix, renewed=renewed, why=why)
 
 
 def _parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
     return model.named_parameters(remove_duplicate=False)
+
+
+def _without_memory(module: nn.Module) -> dict[str, torch.Tensor]:
+    """A module's own parameters on ``meta``, with all that loaders find on them."""
+    found = {}
+    for name, parameter in module._parameters.items():
+        if parameter is not None:
+            found[name] = parameter.detach().to("meta")
+            found[name].__class__ = parameter.__class__
+            found[name].__dict__ = dict(vars(parameter))
+    return found
+
+
+def _forms(parameters: Mapping[str, torch.Tensor]) -> dict[str, Any]:
+    return {name: (p.shape, p.dtype, p.stride()) for name, p in parameters.items()}
+
+
+def _differ(one: Container, other: Container) -> bool:
+    if len(one) != len(other):
+        return True
+    if isinstance(one, dict) and isinstance(other, dict):
+        missing = object()
+        return any(one.get(key, missing) is not value for key, value in other.items())
+    return any(a is not b for a, b in zip(one, other, strict=True))
+
+
+def containers_of(
+    module: nn.Module, model: nn.Module, skipped: Collection[str] = ()
+) -> dict[int, Container]:
+    """What holds attributes and items, of a module and of all that it holds, by their ids.
+
+    Args:
+        module: The model itself for all of its modules.
+        model: Whose other modules are not looked into.
+        skipped: Attributes that are not looked at.
+    """
+    found: dict[int, Container] = {}
+    modules = list(model.modules())
+    seen: dict[int, Any] = {id(one): one for one in modules}
+    for one in modules if module is model else [module]:
+        own = (one.__dict__, one._buffers, one._modules)
+        found |= {id(container): container for container in own}
+        stack = [(path, value) for path, value in _members("", one, skipped) if path not in _LISTED]
+        for _, value in _walk(stack, seen, skipped):
+            held = value if isinstance(value, dict | list) else getattr(value, "__dict__", None)
+            if isinstance(held, dict | list) and not isinstance(value, torch.Tensor | type):
+                found[id(held)] = held
+    return found
+
+
+def tensors_in(
+    stack: list[tuple[str, Any]], ignored: Iterable[Any] = ()
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Tensors that objects hold, also through others, with their paths; each once.
+
+    Args:
+        stack: The objects, by name.
+        ignored: Objects that are not looked into.
+    """
+    for path, value in _walk(stack, {id(one): one for one in ignored}, ()):
+        if isinstance(value, torch.Tensor):
+            yield path, value
 
 
 def _held(
@@ -221,18 +345,26 @@ def _held(
         ]
         buffers = {key: one for key, one in module._buffers.items() if key not in skipped}
         stack += [(f"{name}.{key}" if name else key, one) for key, one in buffers.items()]
-        while stack:
-            path, value = stack.pop()
-            if isinstance(value, float):
+        for path, value in _walk(stack, seen, skipped):
+            if isinstance(value, float | torch.Tensor | np.ndarray):
                 yield path, value
-                continue
-            if isinstance(value, _ATOMS) or id(value) in seen:
-                continue
-            seen[id(value)] = value  # kept, so that nothing else gets its id
-            if isinstance(value, torch.Tensor | np.ndarray):
-                yield path, value
-            else:
-                stack.extend(_members(path, value, skipped))
+
+
+def _walk(
+    stack: list[tuple[str, Any]], seen: dict[int, Any], skipped: Collection[str]
+) -> Iterator[tuple[str, Any]]:
+    """Objects, and all that they hold; each but numbers once."""
+    while stack:
+        path, value = stack.pop()
+        if isinstance(value, float):
+            yield path, value
+            continue
+        if isinstance(value, _ATOMS) or id(value) in seen:
+            continue
+        seen[id(value)] = value  # kept, so that nothing else gets its id
+        yield path, value
+        if not isinstance(value, torch.Tensor | np.ndarray):
+            stack.extend(_members(path, value, skipped))
 
 
 def _members(path: str, value: Any, skipped: Collection[str]) -> Iterator[tuple[str, Any]]:
@@ -264,7 +396,7 @@ def _members(path: str, value: Any, skipped: Collection[str]) -> Iterator[tuple[
             named = (n for n in names if not n.startswith("__") and hasattr(value, n))
             attributes += ((name, getattr(value, name)) for name in named)
     for name, one in attributes:
-        if name in skipped and isinstance(value, nn.Module):
+        if name in skipped:
             continue
         if name in fields and isinstance(one, float):
             if one != fields[name].default:
@@ -273,7 +405,8 @@ def _members(path: str, value: Any, skipped: Collection[str]) -> Iterator[tuple[
             yield (f"{path}.{name}" if path else name), one
 
 
-def _digest(tensor: torch.Tensor) -> bytes:
+def digest_of(tensor: torch.Tensor) -> bytes:
+    """A fingerprint of a tensor's elements."""
     if tensor.layout is not torch.strided or tensor.is_meta:
         return repr((tensor.layout, tensor.shape)).encode()
     flat = tensor.detach().contiguous().view(-1)

@@ -12,14 +12,16 @@ import torch
 from torch import distributed as dist
 
 from rl_backends.engine.checkpoint import file_shapes, read_tensor
+from rl_backends.engine.derived_weights import check_derived, find_watch
 from rl_backends.engine.loader import regions_of
+from rl_backends.engine.rearranged import RearrangedLayers
 from rl_backends.engine.regions import Region, count_elements
 from rl_core.errors import CapabilityError, ConfigError, RefitCorrupted
 from rl_core.interfaces import TensorSpec, WeightSink
 from rl_core.weights.tensors import module_tensors, tensor_specs
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 
     from torch import nn
 
@@ -56,21 +58,61 @@ class LoadedWeights:
         self._workers = workers
         self._without_refits = without_refits
         self._computed: list[Region] = []
+        #: Names of tensors that some worker has only as its engine's hook processed them.
+        self.collected: frozenset[str] = frozenset()
 
     # -- for a subclass --------------------------------------------------------------------------
 
     def check(self) -> None:
         """Makes sure that nothing was derived from the weights that a refit would leave as it was.
 
-        See :class:`rl_backends.engine.derived_weights.LoadWatch`.
+        Usually by :meth:`check_derived`.
 
         Raises:
             CapabilityError: Something was.
         """
 
+    def check_derived(self, engine: str, *, fix: str) -> None:
+        """Makes sure that refits renew all that was derived from the weights.
+
+        Args:
+            engine: See :func:`rl_backends.engine.derived_weights.check_derived`.
+            fix: The same.
+
+        Raises:
+            CapabilityError: They do not.
+        """
+        check_derived(
+            self.model,
+            engine,
+            fix=fix,
+            without_refits=self._without_refits,
+            renewed=self.layers.renewed,
+            why=self.layers.why,
+        )
+
     def loading(self) -> AbstractContextManager[None]:
         """The context in which the model's ``load_weights`` runs."""
         return nullcontext()
+
+    def hook(self, module: nn.Module) -> Callable[[], None] | None:
+        """The engine's own hook, which processes a module's weights when they are loaded.
+
+        With it, refits reach layers that the engine rearranges or quantises: see
+        :mod:`rl_backends.engine.rearranged`.
+
+        Returns:
+            A function that has it process the module; None if the engine has none for it.
+        """
+        del module
+        return None
+
+    def prepare_plain(self, parameter: torch.Tensor) -> None:
+        """Takes what the engine put around a parameter's loader off, so that it writes at once.
+
+        Args:
+            parameter: One that the engine rearranges later, without memory.
+        """
 
     # -- found once -------------------------------------------------------------------------------
 
@@ -78,6 +120,11 @@ class LoadedWeights:
     def device(self) -> torch.device:
         """The device of the model."""
         return next(self.model.parameters()).device
+
+    @cached_property
+    def layers(self) -> RearrangedLayers:
+        """What the engine rearranges or quantises, as far as refits can renew it."""
+        return RearrangedLayers(self.model, find_watch(self.model), self.hook, self.prepare_plain)
 
     @cached_property
     def specs(self) -> Sequence[TensorSpec]:
@@ -97,7 +144,7 @@ class LoadedWeights:
         """
         self.check()
         owned = [spec for spec in self.specs if spec.alias_of is None]
-        with self.loading():
+        with self.loading(), self.layers.plain_parameters() as places:
             regions = regions_of(
                 self.model,
                 owned,
@@ -105,21 +152,27 @@ class LoadedWeights:
                 without_refits=self._without_refits,
                 published=self.checkpoint.published,
             )
-        kept = torch.tensor(
-            [
-                count_elements((r.first, r.target.shape, r.strides) for r in regions[spec.name])
+            wanting = self._unfilled(regions)
+            counts = [
+                [count_elements((r.first, r.target.shape, r.strides) for r in regions[spec.name])]
                 for spec in owned
             ]
-        )
+            self.layers.take(regions, {spec.name: spec.numel for spec in owned}, places)
+        for spec, count in zip(owned, counts, strict=True):
+            count.append(bool(self.layers.of_tensor(spec.name)))
+        kept = torch.tensor(counts).view(-1, 2)
         if self._workers > 1 and owned:
             dist.all_reduce(kept, group=self._group)
-        lost = []
-        for spec, count in zip(owned, kept.tolist(), strict=True):
+        lost, collected = [], set()
+        for spec, (count, processed) in zip(owned, kept.tolist(), strict=True):
+            if processed:
+                collected.add(spec.name)
             if count < spec.numel and spec.role == "parameter":
                 lost.append(f"{spec.name} ({count} of {spec.numel} elements)")
             if not count:
                 whole = torch.zeros(spec.numel, dtype=spec.torch_dtype)
                 regions[spec.name] = [Region(whole, 0, (1,))]
+        self.collected = frozenset(collected)
         if lost:
             raise CapabilityError(
                 f"the engine's {type(self.model).__name__} does not load all of the trainer's "
@@ -127,7 +180,7 @@ class LoadedWeights:
                 fix=f"use another model; to generate without refits, {self._without_refits}",
                 capability="refit",
             )
-        if wanting := self._unfilled(regions):
+        if wanting:
             raise CapabilityError(
                 f"no tensor of transformers fills these parameters of the engine's "
                 f"{type(self.model).__name__} ({len(wanting)}): {', '.join(wanting[:5])}",
@@ -154,7 +207,7 @@ class LoadedWeights:
             if spec.alias_of is not None:
                 continue
             regions = self.regions[spec.name]
-            if len(regions) != 1:
+            if len(regions) != 1 or spec.name in self.collected:
                 return None
             [region] = regions
             if not region.is_all(spec.numel) or region.place.dtype != spec.torch_dtype:
@@ -167,8 +220,11 @@ class LoadedWeights:
         for region in self._computed:
             region.renew()
 
-    def read(self, names: Iterable[str]) -> Iterator[tuple[str, torch.Tensor]]:
+    def read(self, names: Iterable[str]) -> Iterator[tuple[str, torch.Tensor | None]]:
         """Puts whole tensors together again; all workers of an engine read at the same time.
+
+        Yields:
+            Each with its name; None for a tensor that an engine has only as its hook processed it.
 
         Raises:
             RefitCorrupted: The engine has other values than its loader computes of a tensor.
@@ -177,6 +233,9 @@ class LoadedWeights:
         for name in names:
             spec = by_name[name]
             regions = self.regions[spec.alias_of or name]
+            if (spec.alias_of or name) in self.collected:
+                yield name, None
+                continue
             if not all(torch.equal(r.computed, r.target) for r in regions if r.steps):
                 raise RefitCorrupted(
                     f"{name}: the engine has other values than its loader computes of this tensor",
@@ -216,11 +275,12 @@ class LoadedWeights:
         ]
         if not specs:
             return
-        with self.loading():
+        with self.loading(), self.layers.plain_parameters():
             regions = regions_of(
                 self.model, specs, self.checkpoint.dtype, without_refits=self._without_refits
             )
-        if wanting := self._unfilled(regions):
+            wanting = self._unfilled(regions)
+        if wanting:
             raise ConfigError(
                 f"no tensor in {directory} fills these parameters of the engine's "
                 f"{type(self.model).__name__} ({len(wanting)}): {', '.join(wanting[:5])}",
@@ -253,7 +313,8 @@ class LoadedWeights:
 class LoadedSink(WeightSink):
     """Writes the tensors of a checkpoint to where the engine's own loader would, in place.
 
-    Storages stay what they are, so that CUDA graphs do, too.
+    Tensors of layers that the engine rearranges are collected, and processed by its own hook. In
+    both cases storages stay what they are, so that CUDA graphs do, too.
 
     Args:
         weights: Of this worker.
@@ -264,6 +325,15 @@ class LoadedSink(WeightSink):
     def __init__(self, weights: LoadedWeights) -> None:
         self._loaded = weights
         self.device = str(weights.device)
+        self._before: dict[str, dict[str, torch.Tensor]] = {}  # of layers, when they were read
+        self._state = ""  # the method that was called last, of begin, finish and fail
+        self._failed = False
+
+    @property
+    def always_sent(self) -> Collection[str]:  # type: ignore[override]
+        """See :class:`WeightSink`: what the hook takes must come together."""
+        _ = self._loaded.regions
+        return self._loaded.collected
 
     def specs(self) -> Sequence[TensorSpec]:
         """See :meth:`WeightSink.specs`."""
@@ -273,30 +343,61 @@ class LoadedSink(WeightSink):
         """Finds out where every tensor goes, before anything is written."""
         _ = self._loaded.regions
         self._loaded.check()  # layers that computed since may have kept something
+        self._loaded.layers.begin()
+        self._state = "begin"
 
     @torch.no_grad()
     def finish(self, version: int) -> None:
-        """Computes what the engine's loader computes of the tensors."""
+        """Computes what the engine's loader computes of the tensors, and what its hooks do.
+
+        Raises:
+            RefitCorrupted: Not all tensors came of a layer that the engine rearranges.
+        """
         self._loaded.renew()
+        # What follows a failure gives tensors back, and layers already have what they had.
+        self._loaded.layers.finish(all_sent=not self._failed)
+        self._state = "finish"
 
     @torch.no_grad()
     def fail(self) -> None:
-        """Computes that of the tensors as they are: torn, but those that :meth:`read` gives."""
+        """Computes that of the tensors as they are: torn, but those that :meth:`read` gives.
+
+        Layers that the engine rearranges get back what they had when they were read.
+        """
         self._loaded.renew()
+        self._loaded.layers.begin()
+        for name, tensors in self._before.items():
+            self._loaded.layers.collected[name].restore(tensors)
+        self._before = {}
+        self._failed = True
 
     @torch.no_grad()
     def write(self, name: str, offset: int, data: torch.Tensor, *, of: TensorSpec) -> None:
         """See :meth:`WeightSink.write`."""
         for region in self._loaded.regions[name]:
             region.write(offset, data)
+        self._loaded.layers.write(name, offset, data)
 
     def targets(self) -> Mapping[str, torch.Tensor] | None:
         """See :meth:`WeightSink.targets`."""
         return self._loaded.targets
 
     @torch.no_grad()
-    def read(self, names: Iterable[str]) -> Iterator[tuple[str, torch.Tensor]]:
-        """See :meth:`WeightSink.read`."""
+    def read(self, names: Iterable[str]) -> Iterator[tuple[str, torch.Tensor | None]]:
+        """See :meth:`WeightSink.read`.
+
+        Raises:
+            RefitCorrupted: The refit is finished, and the engine has something else than its hooks
+                made of the tensors.
+        """
+        layers, names = self._loaded.layers, list(names)
+        if self._state == "finish":
+            layers.check()
+            self._state = ""
+        elif self._state == "begin":
+            for layer in (layer for name in names for layer in layers.of_tensor(name)):
+                if layer.name not in self._before:
+                    self._before[layer.name] = layer.copy()
         return self._loaded.read(names)
 
 
