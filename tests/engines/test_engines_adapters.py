@@ -42,9 +42,9 @@ SERVED = {"lora": {"r": 4, "target_modules": "all-linear"}}
 EXACT = {"torch_dtype": "float32"}
 
 
-@pytest.fixture(scope="session", params=["vllm"])
+@pytest.fixture(scope="session", params=list(KINDS))
 def kind(request: pytest.FixtureRequest) -> Kind:
-    """The engines that serve adapters."""
+    """The engine."""
     return KINDS[request.param]
 
 
@@ -80,7 +80,9 @@ def greedy(engine: Any) -> BatchedDataDict[Any]:
 
 
 def same_rows(one: BatchedDataDict[Any], other: BatchedDataDict[Any]) -> bool:
-    return all(torch.equal(one[key], other[key]) for key in ("output_ids", "logprobs"))
+    """The same tokens, and log-probs but for the rounding of a prompt that is in the cache."""
+    close = torch.allclose(one["logprobs"], other["logprobs"], rtol=0.0, atol=2e-5)
+    return close and torch.equal(one["output_ids"], other["output_ids"])
 
 
 @contextmanager
@@ -107,6 +109,7 @@ CASES: dict[str, list[tuple[str, dict[str, Any]]]] = {
         ("qwen3", {"tensor_parallel_size": 2}),
         ("llama", {"async_engine": True}),
     ],
+    "sglang": [("llama", {}), ("qwen3", {"tp_size": 2})],
 }
 
 
@@ -156,6 +159,28 @@ FRESH = {
         tokens = [list(one.token_ids) for one in found]
         logprobs = [[step[t].logprob for step, t in zip(one.logprobs, one.token_ids)]
                     for one in found]
+    """,
+    # With rl-sglang's scheduler, as SGLang's own does not run on a CPU; it reads the files itself.
+    "sglang": """
+        import tempfile
+        from pathlib import Path
+        from rl_sglang import launch
+        from rl_sglang.scheduler import GREEDY, SchedulerOptions
+        from rl_sglang.workers import Workers
+        lora = {"r": 4, "target_modules": "all-linear"}
+        small = {"max_total_tokens": 4096, "max_running_requests": 16, "lora": lora}
+        config = {"model_name": model, "torch_dtype": "float32", "sglang_cfg": small}
+        text = launch.checkpoint_config(config).get_text_config()
+        given = launch.server_args(config, text, 512) | {"lora_paths": {"saved": saved}}
+        workers = Workers(Path(tempfile.mkdtemp()), 1)
+        llm = launch.launch(given, SchedulerOptions(workers.address, False, None, False, lora))
+        workers.accept()
+        how = {"temperature": 0.0, "max_new_tokens": 12, "sampling_seed": GREEDY}
+        found = llm.generate(input_ids=rows, sampling_params=how, return_logprob=True,
+                             lora_path=["saved"] * len(rows))
+        tokens = [one["output_ids"] for one in found]
+        logprobs = [[x[0] for x in one["meta_info"]["output_token_logprobs"]] for one in found]
+        llm.shutdown()
     """,
 }
 
@@ -305,13 +330,19 @@ def test_the_old_adapter_serves_on_after_its_trainer_is_killed(start, adapted, t
     assert same_rows(greedy(engine), before)
 
 
+@pytest.mark.parametrize("kind", ["vllm"], indirect=True)
+def test_a_rank_for_which_vllm_has_no_kernel_is_refused(start):
+    with pytest.raises(ConfigError) as caught:
+        start("qwen2", {"lora": {"r": 1024}})
+    assert caught.value.details["key"] == "vllm_cfg.lora.r"
+
+
 @pytest.mark.parametrize(
     ("given", "error", "key"),
     [
         ({"sleep_level": 2}, ConfigError, "sleep_level"),
         ({"load_format": "dummy"}, ConfigError, "load_format"),
         ({"refit": False}, ConfigError, "refit"),
-        ({"lora": {"r": 1024}}, ConfigError, "lora.r"),
         ({"lora": {"target_modules": ["no_proj"]}}, ConfigError, "lora.target_modules"),
         ({"lora": {"target_modules": ["embed_tokens"]}}, CapabilityError, ""),
     ],

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal, NotRequired, TypedDict
 
+from rl_backends.engine.config import EngineLoraConfig  # noqa: TC001 - read when keys are checked
 from rl_core.interfaces import GenerationConfig
 from rl_core.interfaces.constraints import AlsoCalled, Range
 
@@ -30,6 +31,9 @@ class SglangEngineConfig(TypedDict, total=False):
         disable_radix_cache: Drop keys and values of prompts as soon as a row ends.
         load_format: ``"dummy"`` starts with random weights, which the first refit replaces.
         random_seed: SGLang's seed; rows have their own seeds. Default: a random one.
+        lora: Serve the policy's adapters, which refits then bring alone (not SGLang's key); the
+            policy needs ``lora.refit`` ``"adapter"``. See :class:`EngineLoraConfig`. Default:
+            refits bring all weights.
         refit: Whether the engine takes refits (not SGLang's key). True refuses a model that cannot
             take one, when the engine is created. False is for an engine that only generates.
             Default True.
@@ -59,6 +63,7 @@ class SglangEngineConfig(TypedDict, total=False):
     disable_radix_cache: bool
     load_format: Literal["auto", "safetensors", "pt", "npcache", "dummy"]
     random_seed: int
+    lora: Annotated[EngineLoraConfig | None, AlsoCalled("lora_cfg enable_lora")]
     refit: bool
     sleep_level: Literal[1, 2]
     start_timeout_s: Annotated[float, Range(gt=0)]

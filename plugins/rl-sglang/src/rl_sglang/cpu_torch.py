@@ -6,8 +6,9 @@ choose it. Imported in a scheduler, and only where no GPU exists.
 
 from __future__ import annotations
 
+import functools
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from sglang.srt.layers.moe.fused_moe_native import moe_forward_native
@@ -17,7 +18,10 @@ from sglang.srt.models.deepseek_common.attention_backend_handler import (
     AttnForwardMethod,
 )
 
-__all__ = ["choose_torch"]
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+__all__ = ["choose_torch", "ignore_pinning"]
 
 
 def choose_torch() -> None:
@@ -29,6 +33,25 @@ def choose_torch() -> None:
     AttentionBackendRegistry.register("torch_native", lambda *_: AttnForwardMethod.MLA)
     afmoe.fused_moe = _run_experts
     qwen2_moe.fused_gate_sigmoid_mul_add = _add_gated
+
+
+def ignore_pinning() -> None:
+    """Has this process make tensors in ordinary memory where SGLang's adapters want pinned memory.
+
+    Without a GPU torch has none, and raises.
+    """
+
+    def unpinned(make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+        @functools.wraps(make)
+        def made(*args: Any, pin_memory: bool = False, **kwargs: Any) -> torch.Tensor:
+            del pin_memory
+            return make(*args, **kwargs)
+
+        return made
+
+    module: Any = torch
+    module.tensor, module.zeros = unpinned(torch.tensor), unpinned(torch.zeros)
+    module.Tensor.pin_memory = lambda tensor, *_: tensor
 
 
 def _run_experts(

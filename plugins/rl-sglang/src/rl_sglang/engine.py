@@ -20,6 +20,7 @@ from rl_backends.model_files import model_facts
 from rl_core.errors import ConfigError, PluginError, RLError
 from rl_hosting import Engine
 from rl_sglang import launch  # stands in for what is missing on a CPU, before SGLang is imported
+from rl_sglang.adapters import ADAPTER_NAMES, adapter_reference
 from rl_sglang.private import check_version, engine_version
 from rl_sglang.scheduler import GREEDY, STOP_STRINGS, SchedulerOptions
 from rl_sglang.workers import Workers
@@ -61,6 +62,7 @@ class SglangEngine(Engine):
         self._ended: list[Completion | FailedRow] = []
         self._news = asyncio.Event()
         self._asleep: frozenset[str] = frozenset()
+        self._adapters = False  # whether refits bring them
 
     @classmethod
     def start(cls, config: Mapping[str, Any]) -> SglangEngine:
@@ -103,6 +105,7 @@ class SglangEngine(Engine):
             raw=config.get("logprobs_mode", "processed") == "raw",
             tokenizer=config["model_name"] if tokenizer is not None else None,
             trust=config.get("trust_remote_code", False),
+            lora=config.get("sglang_cfg", {}).get("lora"),
         )
         try:
             llm = launch.launch(arguments, options)
@@ -112,6 +115,9 @@ class SglangEngine(Engine):
         cache = int(llm._scheduler_init_result.scheduler_infos[0]["max_total_num_tokens"])
         engine = cls(llm, workers, loop)
         engine._start_loop()
+        engine._adapters = options.lora is not None
+        for number in ADAPTER_NAMES if engine._adapters else ():  # the schedulers load them
+            engine._run(engine._manager.lora_registry.register(adapter_reference(number)))
         if cache < arguments["context_length"]:
             engine.shutdown()
             raise ConfigError(
@@ -143,10 +149,12 @@ class SglangEngine(Engine):
 
     def submit(self, rows: Sequence[Row]) -> None:
         """See :meth:`Engine.submit`."""
+        adapter = self.serving_adapter()[0] if self._adapters else 0
         for row in rows:
-            self._tasks[row.key] = self._loop.create_task(self._complete(row))
+            completing = self._complete(row, ADAPTER_NAMES.get(adapter))
+            self._tasks[row.key] = self._loop.create_task(completing)
 
-    async def _complete(self, row: Row) -> None:
+    async def _complete(self, row: Row, adapter: str | None) -> None:
         sampling, greedy = row.sampling, row.sampling.greedy
         done: Completion | FailedRow
         how = {
@@ -164,6 +172,7 @@ class SglangEngine(Engine):
                 sampling_params=how,
                 return_logprob=True,
                 rid=_name(row.key),
+                lora_path=adapter,
             )
             meta = output["meta_info"]
             reason = meta["finish_reason"]

@@ -172,7 +172,10 @@ REFUSED: dict[str, Reason] = {
             """,
         ),
         (
-            Reason("adapters take no refit", "leave it out: the trainer sends merged weights"),
+            Reason(
+                "rl-sglang sets it for the adapters that refits bring",
+                "set sglang_cfg.lora; without it the trainer sends merged weights",
+            ),
             """
             enable_lora enable_lora_overlap_loading experts_shared_outer_loras lora_backend
             lora_drain_wait_threshold lora_eviction_policy lora_paths lora_strict_loading

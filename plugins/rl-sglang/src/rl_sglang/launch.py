@@ -30,6 +30,7 @@ from sglang.srt.server_args import ServerArgs
 from sglang.srt.utils import kill_process_tree
 from sglang.srt.utils.hf_transformers_utils import get_context_length
 
+from rl_sglang.adapters import lora_arguments
 from rl_sglang.scheduler import (
     SAMPLER,
     SchedulerOptions,
@@ -51,6 +52,7 @@ __all__ = [
 _OURS = {
     "dtype",
     "engine_args",
+    "lora",
     "python",
     "max_model_len",
     "refit",
@@ -178,10 +180,14 @@ def server_args(config: Mapping[str, Any], text: Any, max_model_len: int) -> dic
     if dtype == "auto":  # SGLang's own "auto" would round float32 checkpoints
         dtype = str(getattr(text, "dtype", None) or "auto").removeprefix("torch.")
     cpu = not torch.cuda.is_available()
+    trust = config.get("trust_remote_code", False)
+    lora = {}
+    if given.get("lora") is not None:
+        lora = lora_arguments(config["model_name"], dtype, given["lora"], trust=trust)
     chosen = {
         "model_path": config["model_name"],
         "dtype": dtype,
-        "trust_remote_code": config.get("trust_remote_code", False),
+        "trust_remote_code": trust,
         "context_length": max_model_len + _UNUSED,
         "random_seed": secrets.randbits(31),
         "skip_tokenizer_init": True,
@@ -194,6 +200,7 @@ def server_args(config: Mapping[str, Any], text: Any, max_model_len: int) -> dic
         "enable_weights_cpu_backup": not cpu and given.get("sleep_level", 1) == 1,
         **(_ON_CPU if cpu else {}),
         **{key: value for key, value in given.items() if key not in _OURS},
+        **lora,
         **given.get("engine_args", {}),
     }
     if cpu and "max_total_tokens" not in chosen:

@@ -32,6 +32,13 @@ PRIVATE: dict[str, str] = {
     ".load_weights_only, .load_model": "the model before its weights are loaded, and what hooks "
     "derive from the weights",
     "ModelRunner.model, .model_config, .server_args": "the part of the model in a scheduler",
+    "ModelRunner.lora_manager": "adapters: load_lora_adapter_from_tensors, unload_lora_adapter, "
+    "fetch_new_loras, lora_modules, memory_pool.A_buffer, .B_buffer, .uid_to_buffer_id, "
+    ".target_modules",
+    "srt.lora.lora.LoRAAdapter, .layers, LoRAConfig.from_dict, get_layer_id, "
+    "get_target_module_name, module.slice_lora_a_weights, .slice_lora_b_weights": "which part of "
+    "an adapter a scheduler has, to read it back",
+    "TokenizerManager.lora_registry.register, LoRARef": "how requests name an adapter",
     "Module.load_weights of a model": "which of its parameters a tensor goes to",
     "Module.post_load_weights of a model": "what it computes of weights, again after a refit",
     "srt.models.deepseek_common.attention_backend_handler, srt.models.afmoe.fused_moe, "

@@ -25,6 +25,7 @@ from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
 
 from rl_backends.generation.stop_strings import StopStrings
 from rl_hosting import WorkerRefits
+from rl_sglang.adapters import SglangAdapters
 from rl_sglang.loading import watch_loading
 from rl_sglang.sampler import GREEDY, RowSampler, with_seeds
 from rl_sglang.weights import EngineWeights, ModelSink
@@ -54,12 +55,14 @@ class SchedulerOptions(msgspec.Struct):
         raw: Log-probs are raw.
         tokenizer: Of the model, if it has one: for stop strings.
         trust: Python that comes with the checkpoint may run.
+        lora: The engine's key ``lora``, if refits bring adapters.
     """
 
     address: str
     raw: bool
     tokenizer: str | None
     trust: bool
+    lora: dict[str, Any] | None = None
 
 
 def register_sampler(options: SchedulerOptions) -> None:
@@ -90,9 +93,11 @@ def run_scheduler(
     keep_files_private()
     watch_loading()
     if not torch.cuda.is_available():
-        from rl_sglang.cpu_torch import choose_torch
+        from rl_sglang.cpu_torch import choose_torch, ignore_pinning
 
         choose_torch()
+        if options.lora is not None:
+            ignore_pinning()
     _watch_stop_strings(options)
     make = SamplingBatchInfo.from_schedule_batch.__func__
     SamplingBatchInfo.from_schedule_batch = classmethod(with_seeds(make))
@@ -111,8 +116,11 @@ def run_scheduler(
             self.model_config.hf_eos_token_id = set()
             runner = self.tp_worker.model_runner
             weights = cache(lambda: EngineWeights(runner))
-            name = f"SGLang scheduler {tp_rank} (pid {os.getpid()})"
-            refits = WorkerRefits(lambda: ModelSink(weights()), name)
+            adapters = cache(lambda: SglangAdapters(runner, options.lora or {}))
+            refits = WorkerRefits(
+                lambda: ModelSink(weights()) if options.lora is None else adapters(),
+                f"SGLang scheduler {tp_rank} (pid {os.getpid()})",
+            )
 
             def answer_frames() -> None:
                 """Answers the engine's process until it ends."""

@@ -125,24 +125,33 @@ class VllmAdapters(AdapterSink):
             return None  # not here, or a layer that keeps adapters otherwise
         return _Place(layer, index, is_a)
 
-    def part(self, name: str, whole: torch.Tensor) -> torch.Tensor | None:
-        """See :meth:`AdapterSink.part`; vLLM slices it."""
-        place = self._place(name)
-        if place is None or place.layer.tp_size == 1:
-            return place and whole
-        slicing = place.layer.slice_lora_a if place.is_a else place.layer.slice_lora_b
-        if place.layer.n_slices == 1:
+    def _part(self, place: _Place, whole: torch.Tensor) -> torch.Tensor:
+        """What this worker keeps of a tensor, as vLLM slices it."""
+        layer = place.layer
+        slicing = layer.slice_lora_a if place.is_a else layer.slice_lora_b
+        if layer.tp_size == 1:
+            return whole
+        if layer.n_slices == 1:
             return slicing(whole)  # type: ignore[no-any-return]
-        given: list[torch.Tensor | None] = [None] * place.layer.n_slices
+        given: list[torch.Tensor | None] = [None] * layer.n_slices
         given[place.slice] = whole
         return slicing(given)[place.slice]  # type: ignore[no-any-return]
 
-    def held(self, adapter: int, name: str, shape: torch.Size) -> torch.Tensor:
+    def kept(self, name: str) -> torch.Tensor:
+        """See :meth:`AdapterSink.kept`."""
+        spec, place = self.by_name[name], self._place(name)
+        if place is None:
+            return torch.empty(0, dtype=torch.int64)
+        return self._part(place, torch.arange(spec.numel).view(spec.shape)).reshape(-1)
+
+    def held(self, adapter: int, name: str) -> torch.Tensor:
         """See :meth:`AdapterSink.held`."""
         place = self._place(name)
-        assert place is not None
+        if place is None:
+            return torch.empty(0)
+        rows, columns = self._part(place, self.targets()[name]).shape
         layer = place.layer
         stacked = (layer.lora_a_stacked if place.is_a else layer.lora_b_stacked)[place.slice]
         slot = self._manager.lora_index_to_id.index(adapter)
-        found: torch.Tensor = stacked[slot, 0, : shape[0], : shape[1]]
+        found: torch.Tensor = stacked[slot, 0, :rows, :columns].reshape(-1)
         return found

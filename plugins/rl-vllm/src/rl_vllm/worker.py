@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import os
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rl_hosting import WorkerRefits
 from rl_vllm.adapters import VllmAdapters
@@ -19,11 +19,6 @@ from rl_vllm.cpu_rotary import repair_rotary
 from rl_vllm.cpu_weights import keep_plain_weights
 from rl_vllm.loading import watch_loading
 from rl_vllm.weights import EngineWeights, ModelSink
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from rl_core.interfaces import WeightSink
 
 __all__ = ["RefitExtension"]
 
@@ -41,16 +36,12 @@ class RefitExtension:
         refits = self.__dict__.get("rl_refits")
         if refits is None:
             worker: Any = self
+            adapters = cache(lambda: VllmAdapters(worker))
+            weights = cache(lambda: EngineWeights(worker))
+            serves = worker.vllm_config.lora_config is not None
             refits = self.__dict__["rl_refits"] = WorkerRefits(
-                _sinks_of(worker), f"vLLM worker {worker.rank} (pid {os.getpid()})"
+                lambda: adapters() if serves else ModelSink(weights()),
+                f"vLLM worker {worker.rank} (pid {os.getpid()})",
             )
         answer: bytes = refits.answer_frame(frame)
         return answer
-
-
-def _sinks_of(worker: Any) -> Callable[[], WeightSink]:
-    """Makes the sink of each refit: one for all where the engine serves adapters."""
-    if worker.vllm_config.lora_config is not None:
-        return cache(lambda: VllmAdapters(worker))
-    weights = cache(lambda: EngineWeights(worker))
-    return lambda: ModelSink(weights())

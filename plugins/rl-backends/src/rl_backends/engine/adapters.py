@@ -79,19 +79,21 @@ class AdapterSink(WeightSink, ABC):
     Attributes:
         serving: The adapter that requests are to name: 1 or 2, or 0 for none.
         version: Of that adapter.
+        by_name: The tensors.
     """
 
     casts = True
     double_buffered = True
 
     def __init__(self, tensors: Mapping[str, tuple[str, TensorSpec]], *, workers: int) -> None:
-        self._specs = {name: spec for name, (_, spec) in tensors.items()}
+        self.by_name = {name: spec for name, (_, spec) in tensors.items()}
         self._workers = workers
         self.serving = self.version = 0
         self._before: tuple[int, int] | None = None  # the same, if the newest can be taken back
+        self._checked = False
         self._buffers = {
             name: torch.zeros(spec.shape, dtype=spec.torch_dtype)
-            for name, spec in self._specs.items()
+            for name, spec in self.by_name.items()
         }
 
     # -- for a subclass --------------------------------------------------------------------------
@@ -110,32 +112,31 @@ class AdapterSink(WeightSink, ABC):
         """Has the engine remove an adapter, if it is there."""
 
     @abstractmethod
-    def part(self, name: str, whole: torch.Tensor) -> torch.Tensor | None:
-        """What this worker keeps of a tensor, or None if that is nothing."""
+    def kept(self, name: str) -> torch.Tensor:
+        """Which elements of a tensor this worker keeps: indices into the flattened tensor."""
 
     @abstractmethod
-    def held(self, adapter: int, name: str, shape: torch.Size) -> torch.Tensor:
-        """The engine's own tensor with a part of that shape."""
+    def held(self, adapter: int, name: str) -> torch.Tensor:
+        """The values of these elements in the engine's own memory, in the same order."""
 
     # -- the sink ---------------------------------------------------------------------------------
 
     def specs(self) -> Sequence[TensorSpec]:
         """See :meth:`WeightSink.specs`."""
-        return list(self._specs.values())
+        return list(self.by_name.values())
 
-    @cached_property
-    def _elements(self) -> Mapping[str, torch.Tensor | None]:
-        """Which elements of each tensor this worker keeps, as the engine itself slices them."""
-        found = {
-            name: self.part(name, torch.arange(spec.numel).view(spec.shape))
-            for name, spec in self._specs.items()
-        }
-        kept = torch.tensor([0 if one is None else one.numel() for one in found.values()])
+    def check(self) -> None:
+        """Makes sure that the engine keeps all elements of all tensors.
+
+        Raises:
+            CapabilityError: It does not.
+        """
+        kept = torch.tensor([self.kept(name).numel() for name in self.by_name])
         if self._workers > 1:
             dist.all_reduce(kept, group=self._group)
         lost = [
             name
-            for (name, spec), count in zip(self._specs.items(), kept.tolist(), strict=True)
+            for (name, spec), count in zip(self.by_name.items(), kept.tolist(), strict=True)
             if count < spec.numel
         ]
         if lost:
@@ -145,16 +146,16 @@ class AdapterSink(WeightSink, ABC):
                 fix="leave them out of lora.target_modules on both sides, or refit merged weights",
                 capability="adapters",
             )
-        return found
 
     @cached_property
     def _group(self) -> Any:
         return workers_group(self._workers)
 
     def begin(self, version: int) -> None:
-        """Finds out where the engine keeps every tensor, and that the newest adapter stays."""
-        _ = self._elements
-        self._before = None
+        """The newest adapter stays; the first time, see :meth:`check`."""
+        if not self._checked:
+            self.check()
+        self._checked, self._before = True, None
 
     def targets(self) -> Mapping[str, torch.Tensor]:
         """Memory of the host; the engine itself is not written to."""
@@ -183,12 +184,10 @@ class AdapterSink(WeightSink, ABC):
     def read(self, names: Iterable[str]) -> Iterator[tuple[str, torch.Tensor]]:
         """What the engine holds; zeros if no adapter serves."""
         for name in names:
-            spec = self._specs[name]
+            spec = self.by_name[name]
             whole = torch.zeros(spec.numel, dtype=spec.torch_dtype)
-            elements = self._elements[name]
-            if self.serving and elements is not None:
-                held = self.held(self.serving, name, elements.shape)
-                whole[elements.reshape(-1)] = held.cpu().reshape(-1).to(whole.dtype)
+            if self.serving:
+                whole[self.kept(name)] = self.held(self.serving, name).to("cpu", whole.dtype)
             if self._workers > 1:
                 # Where workers have the same elements the bytes agree; elsewhere all but one are 0.
                 dist.all_reduce(whole.view(torch.uint8), dist.ReduceOp.MAX, group=self._group)
