@@ -6,15 +6,22 @@ tensor for tensor, what a new engine holds that loads the trainer's checkpoint.
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+from engines import held
 from real_engines import hf_policy, prompts, shake
 
 from rl_core.errors import CapabilityError
 from rl_core.weights import refit
+from rl_vllm.environment import engine_environment
 from rl_vllm.weights import EngineWeights
 
 if TYPE_CHECKING:
@@ -49,12 +56,12 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 
 
-def held(engine: Any) -> list[Any]:
+def tensors_of(engine: Any) -> list[Any]:
     return engine.call_in_workers("engines.held:tensors")
 
 
 def same(engine: Any, fresh: Any) -> None:
-    for got, wanted in zip(held(engine), held(fresh), strict=True):
+    for got, wanted in zip(tensors_of(engine), tensors_of(fresh), strict=True):
         assert got.keys() == wanted.keys()
         assert [key for key in wanted if got[key] != wanted[key]] == []
     got, wanted = (one.generate(prompts(), greedy=True) for one in (engine, fresh))
@@ -90,3 +97,19 @@ def test_a_quantised_checkpoint_is_refused_with_the_way_to_have_one():
     with pytest.raises(CapabilityError, match=r"checkpoint is quantised \(awq\)") as caught:
         EngineWeights(worker)
     assert "vllm_cfg.engine_args.quantization" in caught.value.fix
+
+
+def test_experts_that_vllm_packs_for_good_are_packed_again_by_its_own_hook(tiny):
+    paths = [str(tiny("qwen3", **EXPERTS, seed=seed)) for seed in (0, 1)]
+    program = [sys.executable, "-m", "engines.packed_experts", *paths]
+    folders = os.pathsep.join([str(Path(held.__file__).parents[1]), os.environ["PYTHONPATH"]])
+    environment = engine_environment("cpu") | {"PYTHONPATH": folders}
+    done = subprocess.run(program, env=environment, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr[-3000:]
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert [name.rpartition(".")[2] for name in found["collected"]] == ["routed_experts"] * 2
+    assert all("experts" in name for name in found["compared_by_the_sink"])
+    assert found["compared_by_the_sink"]
+    assert found["changed"]
+    assert (found["tensors"], found["tokens"]) == ([], False)
+    assert found["logprobs"] < 1e-5

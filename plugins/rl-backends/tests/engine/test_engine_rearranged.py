@@ -39,10 +39,11 @@ class Kernel:
         self.quant_config = {"scale": scale}
 
 
-class Method:
+class Method(nn.Module):
     """As the ``quant_method`` of an engine's layer; one hook serves several kinds of layers."""
 
     def __init__(self) -> None:
+        super().__init__()
         self.kernel: Kernel | None = None
 
     def process(self, layer: Any) -> None:
@@ -487,6 +488,15 @@ class Raising(Packed):
         super().process()
 
 
+class Once(Packed):
+    """Its hook does nothing the second time, and raises nothing."""
+
+    def process(self) -> None:
+        if not COUNT:
+            super().process()
+        COUNT.append(None)
+
+
 class Numbering(Packed):
     """Its hook leaves a number that graphs would have in them."""
 
@@ -499,6 +509,7 @@ class Numbering(Packed):
     [
         (Counting, "makes other numbers in weight"),
         (Growing, "makes weight with"),
+        (Once, "makes other numbers in weight"),
         (Raising, "fails: RuntimeError: it has run"),
         (Numbering, r"packed\.alpha"),
     ],

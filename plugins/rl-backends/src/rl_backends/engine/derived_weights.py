@@ -82,6 +82,8 @@ class LoadWatch:
         rearranged: Names of parameters that were changed after loading, or by it.
         plain: Of each module, by name, the parameters that the loader fills, without memory.
         changed: What the hooks changed besides parameters and tensors, and what it held before.
+        samples: Of one module of each kind that hooks rearranged, the parameters before, on the
+            CPU.
     """
 
     def __init__(self, model: nn.Module, engine: str, skipped: Collection[str] = ()) -> None:
@@ -90,6 +92,7 @@ class LoadWatch:
         self._held = self._fingerprints(model)
         self.plain = {name: _without_memory(module) for name, module in model.named_modules()}
         self.changed: list[tuple[Container, Container]] = []
+        self.samples: dict[str, dict[str, torch.Tensor]] = {}
         self._contents = self._copy_containers(model)
         self._derived: dict[str, weakref.ref[torch.Tensor]] = {}
         self._weights: dict[str, tuple[torch.dtype, bytes]] = {}
@@ -111,6 +114,16 @@ class LoadWatch:
                 kept |= containers_of(module, model, self.skipped).keys()
         for key in contents.keys() - kept:
             self._contents[key] = contents[key]
+        processed = {name.rpartition(".")[0] for name in self.rearranged}
+        kinds: dict[Any, tuple[str, nn.Module]] = {}
+        for name, module in model.named_modules():
+            held = (*vars(module).values(), *module.children())
+            kind = (repr(_forms(self.plain[name])), *map(type, held))
+            if self.plain[name] and name not in processed:
+                kinds.setdefault(kind, (name, module))
+        for name, module in kinds.values():
+            own = module.named_parameters(recurse=False)
+            self.samples[name] = {key: one.detach().cpu().clone() for key, one in own}
 
     def hooks_finished(self, model: nn.Module) -> None:
         """Compares what the hooks left with what was recorded."""
@@ -122,6 +135,8 @@ class LoadWatch:
             if name not in after or digest_of(after[name].detach().to(dtype)) != digest:
                 self.rearranged.append(name)
         self.rearranged = list(dict.fromkeys(self.rearranged))
+        owners = {name.rpartition(".")[0] for name in self.rearranged}
+        self.samples = {name: one for name, one in self.samples.items() if name in owners}
         numbers = {found.text for found in self._held.values() if isinstance(found, _Number)}
         for path, found in self._fingerprints(model).items():
             copied = isinstance(found, _Number) and found.setting and found.text in numbers
@@ -296,14 +311,15 @@ def containers_of(
     """What holds attributes and items, of a module and of all that it holds, by their ids.
 
     Args:
-        module: The model itself for all of its modules.
+        module: With those of its children that have no parameters, such as kernels; the model
+            itself for all of its modules.
         model: Whose other modules are not looked into.
         skipped: Attributes that are not looked at.
     """
     found: dict[int, Container] = {}
     modules = list(model.modules())
     seen: dict[int, Any] = {id(one): one for one in modules}
-    for one in modules if module is model else [module]:
+    for one in modules if module is model else _with_parts(module):
         own = (one.__dict__, one._buffers, one._modules)
         found |= {id(container): container for container in own}
         stack = [(path, value) for path, value in _members("", one, skipped) if path not in _LISTED]
@@ -312,6 +328,13 @@ def containers_of(
             if isinstance(held, dict | list) and not isinstance(value, torch.Tensor | type):
                 found[id(held)] = held
     return found
+
+
+def _with_parts(module: nn.Module) -> Iterator[nn.Module]:
+    yield module
+    for child in module.children():
+        if next(child.parameters(), None) is None:
+            yield from _with_parts(child)
 
 
 def tensors_in(

@@ -5,8 +5,9 @@ or numbers of 8 bits with their scales. Nothing can be written there in place. S
 the plain weights of such a layer in memory of their own, has the engine's own hook process them,
 and copies the result to where the engine keeps its tensors, so that CUDA graphs stay valid. Which
 layers these are was measured while the model was loaded (:class:`LoadWatch`), not looked up by
-name. When the engine starts, the hook of each runs once more with numbers that mean nothing: what
-it makes must have the shapes, dtypes and strides of what the engine has.
+name. When the engine starts, the hook of each runs once more: with the weights that were loaded it
+must make what the engine has, which is tried with one layer of each kind; with numbers that mean
+nothing it must make tensors of the same shapes, dtypes and strides.
 """
 
 from __future__ import annotations
@@ -129,19 +130,22 @@ class RearrangedLayer:
                 _put(container, content)
             _put(own, kept)
 
-    def rehearse(self) -> str:
+    def rehearse(self, sample: Mapping[str, torch.Tensor] | None = None) -> str:
         """Runs the hook again, and compares its result with what the engine has.
 
-        Where the engine keeps no plain weights, numbers are compared with those of another run.
+        Args:
+            sample: The weights that the engine has processed. Where they are not known, numbers
+                are compared with those of another run.
 
         Returns:
             Why the layer cannot be renewed, or nothing.
         """
         live = self.tensors()
-        made = self.make(self._new_parameters(meaningless=True))
+        made = self.make(self._new_parameters(sample, meaningless=True))
         if differ := self._compare(made, live):
             return differ
-        other = self.make(self._new_parameters(meaningless=True)) if self.plain else live
+        known = sample or not self.plain
+        other = live if known else self.make(self._new_parameters(meaningless=True))
         unequal = [key for key, one in other.items() if digest_of(one) != digest_of(made[key])]
         return f"makes other numbers in {', '.join(unequal[:_FEW])}" if unequal else ""
 
@@ -192,16 +196,22 @@ class RearrangedLayer:
                     region.renew()
             self.renew(self._parameters)
 
-    def _new_parameters(self, *, meaningless: bool = False) -> dict[str, torch.nn.Parameter]:
+    def _new_parameters(
+        self, sample: Mapping[str, torch.Tensor] | None = None, *, meaningless: bool = False
+    ) -> dict[str, torch.nn.Parameter]:
         """The plain parameters with memory.
 
         Args:
-            meaningless: They have some numbers; if not, zeros, which padding keeps.
+            sample: Their numbers.
+            meaningless: Without a sample they have some numbers; if not, zeros, which padding
+                keeps.
         """
         device = next(iter(self.tensors().values())).device
         made = {key: with_memory(one, device) for key, one in self.plain.items()}
-        for one in made.values():
-            if meaningless and one.is_floating_point():
+        for key, one in made.items():
+            if sample:
+                one.data.copy_(sample[key])
+            elif meaningless and one.is_floating_point():
                 ramp = torch.linspace(-1, 1, one.numel(), dtype=one.dtype, device=device)
                 one.data.copy_(ramp.view(one.shape))
             else:
@@ -335,7 +345,7 @@ class RearrangedLayers:
         ignored = {*others, *self._watch.skipped}
         layer = RearrangedLayer(name, module, plain, changed, hook, ignored)
         try:
-            why = layer.rehearse()
+            why = layer.rehearse(self._watch.samples.pop(name, None))
         except Exception as error:  # whatever hooks raise that do not run twice
             why = f"fails: {type(error).__name__}: {error}"
         if not why:
