@@ -15,6 +15,7 @@ from rl_conformance.diagnostics.agreement import measure_log_probability_consist
 from rl_conformance.diagnostics.engine import random_prompts
 from rl_conformance.weights import engine_weights, policy_weights
 from rl_core import create_policy
+from rl_core.errors import CapabilityError
 from rl_core.weights import refit
 from rl_sglang import SglangGeneration
 
@@ -28,11 +29,23 @@ EXACT = (
     "deepseek_v3",
     "deepseek_v3 with experts",
     "glm4_moe_lite",
+    "olmo3",
     "qwen2_moe",
 )
 
-#: One of each kind: experts of torch, latents that are derived of a weight, a gate of torch.
-ALWAYS = ("afmoe", "deepseek_v3 with experts", "qwen2_moe")
+#: What is refused, and what the error says.
+REFUSED = {
+    "gemma": r"activation GeluAndMul differs from GELUTanh",
+    "gemma2": r"attention of layer 0 \(sliding_window=4096, softcap=50.0\) differs",
+    "llama4_text": "does not load all",
+    "ministral": r"attention of layer 0 \(sliding_window=64\) differs",
+    "phi": r"lm_head\.bias\) has no effect",
+    "vaultgemma": r"softcap=50.0\) differs",
+}
+
+#: One of each kind: experts of torch, latents that are derived of a weight, a gate of torch,
+#: positions that SGLang does not read; and what is measured of operations.
+ALWAYS = ("afmoe", "deepseek_v3 with experts", "qwen2_moe", "olmo3", "gemma", "gemma2", "phi")
 
 
 def all_of(names: Any) -> list[Any]:
@@ -46,10 +59,10 @@ def build(imported, tmp_path):
     """``build(name)`` is an engine of such a model, and the checkpoint of a trainer of another."""
     engines = []
 
-    def make(name: str):
+    def make(name: str, **changes: Any):
+        folder = tmp_path / name.replace(" ", "_")
         paths = [
-            make_architecture(tmp_path / f"{name.replace(' ', '_')}-{seed}", name, seed=seed)
-            for seed in (0, 1)
+            make_architecture(folder / str(seed), name, seed=seed, **changes) for seed in (0, 1)
         ]
         config = {"model_name": str(paths[0]), "torch_dtype": "float32", "max_new_tokens": 6}
         sglang_cfg = {"max_total_tokens": 16384}
@@ -74,3 +87,11 @@ def test_a_refit_is_exact(family, build):
     found = measure_log_probability_consistency(policy, engine, random_prompts(260, (3, 1, 17)))
     assert found.greedy.max < 1e-4
     policy.shutdown()
+
+
+@pytest.mark.parametrize("family", all_of(REFUSED))
+def test_what_computes_another_model_is_refused_when_the_engine_is_built(family, build):
+    changes = {"sliding_window": 64} if family == "ministral" else {}
+    with pytest.raises(CapabilityError, match=REFUSED[family]) as caught:
+        build(family, **changes)
+    assert "sglang_cfg.refit to False" in caught.value.fix

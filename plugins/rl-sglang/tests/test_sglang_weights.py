@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 
+from rl_backends.engine.rearranged import RearrangedLayers
 from rl_core.errors import CapabilityError, ConfigError
 from rl_sglang.loading import DerivedTensors
 from rl_sglang.weights import ModelSink
@@ -22,6 +23,11 @@ class Weights(SimpleNamespace):
         if not self.followed:
             raise CapabilityError("its loader puts two tensors together")
         return {}
+
+    @property
+    def layers(self) -> RearrangedLayers:
+        """None: SGLang has all weights as its loader wrote them."""
+        return RearrangedLayers(nn.Module(), None, lambda _: None, lambda _: None)
 
     def check(self) -> None:
         """Nothing was derived from weights."""

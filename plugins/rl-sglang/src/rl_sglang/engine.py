@@ -105,6 +105,7 @@ class SglangEngine(Engine):
             raw=config.get("logprobs_mode", "processed") == "raw",
             tokenizer=config["model_name"] if tokenizer is not None else None,
             trust=config.get("trust_remote_code", False),
+            takes_refits=takes_refits,
             lora=config.get("sglang_cfg", {}).get("lora"),
         )
         try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import multiprocessing
 import os
 import secrets
@@ -28,7 +29,8 @@ if not torch.cuda.is_available():
 from sglang.srt.entrypoints import engine as sglang_engine
 from sglang.srt.server_args import ServerArgs
 from sglang.srt.utils import kill_process_tree
-from sglang.srt.utils.hf_transformers_utils import get_context_length
+from sglang.srt.utils.hf_transformers.common import get_rope_config
+from sglang.srt.utils.hf_transformers_utils import get_config, get_context_length
 
 from rl_sglang.adapters import lora_arguments
 from rl_sglang.scheduler import (
@@ -199,6 +201,7 @@ def server_args(config: Mapping[str, Any], text: Any, max_model_len: int) -> dic
         "enable_memory_saver": not cpu,
         "enable_weights_cpu_backup": not cpu and given.get("sleep_level", 1) == 1,
         **(_ON_CPU if cpu else {}),
+        **_positions(config, text),
         **{key: value for key, value in given.items() if key not in _OURS},
         **lora,
         **given.get("engine_args", {}),
@@ -215,6 +218,27 @@ def server_args(config: Mapping[str, Any], text: Any, max_model_len: int) -> dic
             key=f"sglang_cfg.engine_args.{unknown[0]}",
         )
     return chosen
+
+
+def _positions(config: Mapping[str, Any], text: Any) -> dict[str, str]:
+    """The checkpoint's positions, for a model of which SGLang has its own class of configuration.
+
+    Such a class knows the keys of published checkpoints, and uses its defaults where transformers 5
+    has written a checkpoint anew, with other keys. No error shows that.
+    """
+    given: dict[str, Any] | None = getattr(text, "rope_parameters", None)
+    if not given:
+        return {}
+    name, trust = config["model_name"], config.get("trust_remote_code", False)
+    engine = get_config(name, trust_remote_code=trust).get_text_config()
+    # By kind of attention; SGLang gives positions of windows no scaling.
+    wanted = given.get("full_attention", given)
+    theta, scaling = get_rope_config(engine)
+    plain = wanted.get("rope_type", "default") == "default"
+    if scaling or (plain and theta == wanted.get("rope_theta", theta)):
+        return {}
+    overrides = {"rope_theta": wanted["rope_theta"], "rope_parameters": wanted}
+    return {"json_model_override_args": json.dumps(overrides)}
 
 
 def refusal(

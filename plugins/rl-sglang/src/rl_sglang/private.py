@@ -47,6 +47,12 @@ PRIVATE: dict[str, str] = {
     "GemmaRMSNorm.gemma_weight, .refresh_gemma_weight": "weight plus one, renewed after a refit",
     "RadixAttention.k_scale, .v_scale, .k_scale_float, .v_scale_float": "scales of an FP8 cache",
     "srt.utils.hf_transformers_utils.get_context_length": "the context of a model",
+    "srt.utils.hf_transformers_utils.get_config, .hf_transformers.common.get_rope_config": "the "
+    "positions that SGLang reads",
+    "LogitsProcessor._compute_lm_head, modules of srt.layers.activation, cos_sin_cache of rotary "
+    "positions": "compared with transformers when an engine is built",
+    "ModelRunner.attn_backend, .req_to_token_pool, .token_to_kv_pool_allocator, ForwardMode, "
+    "RadixAttention.sliding_window_size": "attention of torch, compared on a row of random tokens",
 }
 
 #: The installed SGLang's version, and what refuses one that was not tested.

@@ -27,8 +27,9 @@ from rl_backends.generation.stop_strings import StopStrings
 from rl_hosting import WorkerRefits
 from rl_sglang.adapters import SglangAdapters
 from rl_sglang.loading import watch_loading
+from rl_sglang.probes import find_differences
 from rl_sglang.sampler import GREEDY, RowSampler, with_seeds
-from rl_sglang.weights import EngineWeights, ModelSink
+from rl_sglang.weights import EngineWeights, ModelSink, checkpoint_of
 from rl_sglang.workers import SchedulerFailure, connect
 
 __all__ = [
@@ -55,6 +56,7 @@ class SchedulerOptions(msgspec.Struct):
         raw: Log-probs are raw.
         tokenizer: Of the model, if it has one: for stop strings.
         trust: Python that comes with the checkpoint may run.
+        takes_refits: The engine is going to be refit.
         lora: The engine's key ``lora``, if refits bring adapters.
     """
 
@@ -62,6 +64,7 @@ class SchedulerOptions(msgspec.Struct):
     raw: bool
     tokenizer: str | None
     trust: bool
+    takes_refits: bool
     lora: dict[str, Any] | None = None
 
 
@@ -115,7 +118,11 @@ def run_scheduler(
             # Rows say themselves what ends them.
             self.model_config.hf_eos_token_id = set()
             runner = self.tp_worker.model_runner
-            weights = cache(lambda: EngineWeights(runner))
+            checkpoint = checkpoint_of(runner)
+            # Here, because SGLang's loop counts the places of its cache that are in use.
+            compares = options.takes_refits and options.lora is None
+            different = find_differences(runner, checkpoint) if compares else []
+            weights = cache(lambda: EngineWeights(runner, checkpoint, different))
             adapters = cache(lambda: SglangAdapters(runner, options.lora or {}))
             refits = WorkerRefits(
                 lambda: ModelSink(weights()) if options.lora is None else adapters(),

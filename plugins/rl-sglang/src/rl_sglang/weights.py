@@ -11,12 +11,18 @@ from rl_core.errors import CapabilityError, ConfigError
 from rl_sglang.loading import find_derived
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
-__all__ = ["EngineWeights", "ModelSink"]
+__all__ = ["EngineWeights", "ModelSink", "checkpoint_of"]
 
 #: How to build an engine that takes no refits.
 WITHOUT_REFITS = "set sglang_cfg.refit to False"
+
+
+def checkpoint_of(runner: Any) -> CheckpointModel:
+    """The trainer's model of the checkpoint that SGLang loaded."""
+    config, trust = runner.model_config, bool(runner.server_args.trust_remote_code)
+    return CheckpointModel(config.model_path, config.dtype, trust=trust)
 
 
 class EngineWeights(LoadedWeights):
@@ -24,12 +30,16 @@ class EngineWeights(LoadedWeights):
 
     Args:
         runner: SGLang's, with its part of the model loaded.
+        checkpoint: See :func:`checkpoint_of`.
+        different: What SGLang's model computes differently from that of the trainer, in words.
 
     Raises:
         CapabilityError: The model is quantised.
     """
 
-    def __init__(self, runner: Any) -> None:
+    def __init__(
+        self, runner: Any, checkpoint: CheckpointModel, different: Sequence[str] = ()
+    ) -> None:
         self._config = runner.model_config
         if self._config.quantization is not None:
             raise CapabilityError(
@@ -38,14 +48,14 @@ class EngineWeights(LoadedWeights):
                 f"{WITHOUT_REFITS}",
                 capability="refit",
             )
-        trust = bool(runner.server_args.trust_remote_code)
         super().__init__(
             runner.model,
-            CheckpointModel(self._config.model_path, self._config.dtype, trust=trust),
+            checkpoint,
             workers=int(runner.server_args.tp_size),
             without_refits=WITHOUT_REFITS,
         )
         self._load_format = str(runner.server_args.load_format)
+        self._different = different
         self._checked = False
 
     def check_loaded(self) -> None:
@@ -59,7 +69,15 @@ class EngineWeights(LoadedWeights):
         self._checked = True
 
     def check(self) -> None:
-        """See :meth:`LoadedWeights.check`."""
+        """See :meth:`LoadedWeights.check`; the model must also compute what the trainer's does."""
+        if self._different:
+            raise CapabilityError(
+                f"SGLang's {type(self.model).__name__} is not the trainer's model: "
+                f"{'; '.join(self._different)}",
+                fix="use another engine (vllm, hf), or another model; to generate without refits, "
+                f"{WITHOUT_REFITS}",
+                capability="refit",
+            )
         fix = "use a model without such layers"
         check_derived(self.model, "SGLang", fix=fix, without_refits=WITHOUT_REFITS)
 

@@ -419,7 +419,7 @@ class CheckpointModel:
     @cached_property
     def specs(self) -> Sequence[TensorSpec]:
         """The tensors, under the names that a trainer knows them by."""
-        return tensor_specs(module_tensors(self._model))
+        return tensor_specs(module_tensors(self.model))
 
     def published(self, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """The trainer's tensors as the files of a checkpoint have them, which loaders know.
@@ -432,7 +432,7 @@ class CheckpointModel:
         """
         from transformers.core_model_loading import revert_weight_conversion
 
-        found: dict[str, torch.Tensor] = revert_weight_conversion(self._model, dict(tensors))
+        found: dict[str, torch.Tensor] = revert_weight_conversion(self.model, dict(tensors))
         return found
 
     def loaded(self, name: str) -> torch.Tensor | None:
@@ -440,7 +440,8 @@ class CheckpointModel:
         return read_tensor(Path(self._name), name)
 
     @cached_property
-    def _model(self) -> nn.Module:
+    def model(self) -> nn.Module:
+        """The model, on the meta device."""
         from transformers import AutoConfig, AutoModelForCausalLM
 
         config = AutoConfig.from_pretrained(self._name, trust_remote_code=self._trust)
