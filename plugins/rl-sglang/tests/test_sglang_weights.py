@@ -9,10 +9,14 @@ import pytest
 import torch
 from torch import nn
 
+from rl_backends.engine.derived_weights import LoadWatch
 from rl_backends.engine.rearranged import RearrangedLayers
+from rl_backends.engine.weights import CheckpointModel
 from rl_core.errors import CapabilityError, ConfigError
+from rl_core.interfaces import TensorSpec
+from rl_sglang.cpu import stand_in
 from rl_sglang.loading import DerivedTensors
-from rl_sglang.weights import ModelSink
+from rl_sglang.weights import EngineWeights, ModelSink
 
 
 class Weights(SimpleNamespace):
@@ -92,3 +96,66 @@ def test_what_sglang_computes_again_is_renewed_in_place_and_nothing_else():
     derived.renew()
     assert model.turned is turned
     assert torch.equal(turned, model.weight.T)
+
+
+class Linear(nn.Module):
+    """A layer of which SGLang's method, and it alone, knows how the weight is kept."""
+
+    def __init__(self, method: Any) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(4, 6), requires_grad=False)
+        self.quant_method = method
+
+
+class Packed(nn.Module):
+    def __init__(self, method: Any) -> None:
+        super().__init__()
+        self.proj = Linear(method)
+
+    def load_weights(self, weights: Any) -> None:
+        for _, tensor in weights:
+            self.proj.weight.data.copy_(tensor)
+
+
+@pytest.mark.engine
+@pytest.mark.filterwarnings("ignore")
+def test_a_layer_that_sglang_rearranges_after_loading_is_renewed_by_its_method(monkeypatch):
+    """As kernels of AMX have it; the packed weight has another shape than the checkpoint's."""
+    monkeypatch.setenv("SGLANG_USE_CPU_ENGINE", "1")
+    stand_in()
+    from sglang.srt.layers.quantization.base_config import QuantizeMethodBase
+
+    class Method(QuantizeMethodBase):
+        def create_weights(self, layer: Any, *_: Any, **__: Any) -> None:
+            """The layer has made its own."""
+
+        def apply(self, layer: Any, x: torch.Tensor) -> torch.Tensor:
+            return x @ layer.weight.view(3, 4, 2).permute(1, 0, 2).reshape(4, 6).T
+
+        def process_weights_after_loading(self, layer: Any) -> None:
+            packed = layer.weight.view(4, 3, 2).permute(1, 0, 2).reshape(12, 2)
+            layer.weight = nn.Parameter(packed, requires_grad=False)
+
+    tensors = [torch.randn(4, 6, generator=torch.Generator().manual_seed(n)) for n in (0, 1)]
+    model, method = Packed(Method()), Method()
+    watch = LoadWatch(model, "SGLang")
+    model.load_weights([("proj.weight", tensors[0])])
+    watch.weights_loaded(model)
+    method.process_weights_after_loading(model.proj)
+    watch.hooks_finished(model)
+    kept = model.proj.weight
+
+    checkpoint = CheckpointModel("", torch.float32, trust=False)
+    vars(checkpoint)["specs"] = [TensorSpec("proj.weight", (4, 6), "float32")]
+    vars(checkpoint)["published"] = dict
+    config = SimpleNamespace(quantization=None)
+    server = SimpleNamespace(tp_size=1, load_format="dummy")
+    runner = SimpleNamespace(model=model, model_config=config, server_args=server)
+    sink = ModelSink(EngineWeights(runner, checkpoint))
+    sink.begin(0)
+    [spec] = sink.specs()
+    sink.write("proj.weight", 0, tensors[1].flatten(), of=spec)
+    sink.finish(1)
+    assert model.proj.weight is kept
+    x = torch.randn(3, 6)
+    assert torch.allclose(method.apply(model.proj, x), x @ tensors[1].T)

@@ -103,7 +103,8 @@ def watch_loading() -> None:
             model: nn.Module = load(*args, **kwargs)
             if (watch := find_watch(model)) is not None:
                 watch.hooks_finished(model)
-                if watch.derived and hasattr(model, "post_load_weights"):
+                plain = not watch.rearranged  # the function was made for weights as loaded
+                if watch.derived and plain and hasattr(model, "post_load_weights"):
                     _derived[model] = found = DerivedTensors(model, watch.derived)
                     watch.derived = [path for path in watch.derived if path not in found.renewed]
             return model

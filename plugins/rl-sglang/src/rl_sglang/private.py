@@ -40,6 +40,8 @@ PRIVATE: dict[str, str] = {
     "an adapter a scheduler has, to read it back",
     "TokenizerManager.lora_registry.register, LoRARef": "how requests name an adapter",
     "Module.load_weights of a model": "which of its parameters a tensor goes to",
+    "QuantizeMethodBase.process_weights_after_loading": "what it makes of weights that SGLang "
+    "rearranges, again in a refit",
     "Module.post_load_weights of a model": "what it computes of weights, again after a refit",
     "srt.models.deepseek_common.attention_backend_handler, srt.models.afmoe.fused_moe, "
     "srt.models.qwen2_moe.fused_gate_sigmoid_mul_add": "on the CPU, torch in place of Triton",

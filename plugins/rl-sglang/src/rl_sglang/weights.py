@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rl_backends.engine.derived_weights import check_derived
 from rl_backends.engine.weights import CheckpointModel, LoadedSink, LoadedWeights
 from rl_core.errors import CapabilityError, ConfigError
 from rl_sglang.loading import find_derived
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
+
+    from torch import nn
 
 __all__ = ["EngineWeights", "ModelSink", "checkpoint_of"]
 
@@ -78,8 +80,16 @@ class EngineWeights(LoadedWeights):
                 f"{WITHOUT_REFITS}",
                 capability="refit",
             )
-        fix = "use a model without such layers"
-        check_derived(self.model, "SGLang", fix=fix, without_refits=WITHOUT_REFITS)
+        self.check_derived("SGLang", fix="use a model without such layers")
+
+    def hook(self, module: nn.Module) -> Callable[[], None] | None:
+        """See :meth:`LoadedWeights.hook`: kernels of a GPU, or of AMX, want weights rearranged."""
+        from sglang.srt.layers.quantization.base_config import QuantizeMethodBase
+
+        method = getattr(module, "quant_method", None)
+        if not isinstance(method, QuantizeMethodBase):
+            return None
+        return partial(method.process_weights_after_loading, module)
 
     def renew(self) -> None:
         """See :meth:`LoadedWeights.renew`; also what SGLang itself computes of weights."""
