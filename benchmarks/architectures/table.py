@@ -61,6 +61,27 @@ _MAMBA2 = {
     "mamba_d_state": 16,
     "mamba_expand": 2,
 }
+#: Published checkpoints have 0.001, which transformers takes for a lower limit.
+_ANY_TIME_STEP = {"time_step_min": 1e-9}
+_NEMOTRON_H = {
+    "hybrid_override_pattern": "M*",
+    "mamba_num_heads": 8,
+    "mamba_head_dim": 32,
+    "n_groups": 1,
+    "ssm_state_size": 16,
+    **_HEAD_DIM,
+}
+_ZAMBA2 = {
+    "layers_block_type": ["mamba", "hybrid"],
+    "n_mamba_heads": 8,
+    "mamba_headdim": 32,
+    "mamba_ngroups": 1,
+    "num_mem_blocks": 1,
+    "attention_hidden_size": 256,
+    "attention_head_dim": 64,
+    **_HEADS,
+    **_TIED,
+}
 _LINEAR = {
     "linear_num_key_heads": 2,
     "linear_num_value_heads": 4,
@@ -246,7 +267,7 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
         "swa_head_dim": 32,
         "swa_v_head_dim": 32,
         "swa_num_attention_heads": 4,
-        "swa_num_key_value_heads": 2,
+        "swa_num_key_value_heads": 4,
         "add_swa_attention_sink_bias": True,
         "add_full_attention_sink_bias": False,
         "rope_theta": 5000000,
@@ -280,14 +301,8 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     "mpt": {},
     "nanochat": {},
     "nemotron": {},
-    "nemotron_h": {
-        "hybrid_override_pattern": "M*",
-        "mamba_num_heads": 8,
-        "mamba_head_dim": 32,
-        "n_groups": 1,
-        "ssm_state_size": 16,
-        **_HEAD_DIM,
-    },
+    "nemotron_h": _NEMOTRON_H,
+    "nemotron_h with any time step": {**_NEMOTRON_H, **_ANY_TIME_STEP},
     "olmo": _HEADS,
     "olmo2": {},
     "olmo3": {},
@@ -318,17 +333,8 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     "vaultgemma": {**_HEAD_DIM, **_TIED},
     "xglm": {"d_model": 128, "ffn_dim": 256, "attention_heads": 4, **_TIED},
     "youtu": {**_LATENT, "q_lora_rank": 64},
-    "zamba2": {
-        "layers_block_type": ["mamba", "hybrid"],
-        "n_mamba_heads": 8,
-        "mamba_headdim": 32,
-        "mamba_ngroups": 1,
-        "num_mem_blocks": 1,
-        "attention_hidden_size": 256,
-        "attention_head_dim": 64,
-        **_HEADS,
-        **_TIED,
-    },
+    "zamba2": _ZAMBA2,
+    "zamba2 with any time step": {**_ZAMBA2, **_ANY_TIME_STEP},
 }
 
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import time
+import traceback
 from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, Any, Self
 
 from rl_backends import FailedRow, Row, SamplingParams
-from rl_core.errors import ConfigError, PluginError
+from rl_core.errors import ConfigError, PluginError, RLError
 from rl_hosting._messages import Reply, Request, decode, encode, error_of
 
 if TYPE_CHECKING:
@@ -133,10 +134,14 @@ class Engine(ABC):
         # It computed, and what it found is no number; or the row does not fit into its context.
         if isinstance(error, PluginError | ValueError):
             error = None
+        if isinstance(error, RLError):
+            raise error
         if error is not None:
+            frames = traceback.extract_tb(error.__traceback__)
+            text = str(error) or (frames[-1].line if frames else None)  # of a bare assertion
             raise ConfigError(
                 f"the engine loaded {model}, but cannot compute with it: {type(error).__name__}: "
-                f"{error}",
+                f"{text}",
                 fix="use a model with sizes for which the engine has kernels on this device (heads "
                 "of 64 or 128, for example), or another attention backend of the engine",
                 key="model_name",

@@ -361,6 +361,8 @@ def _arguments(
 
 def _refusal(error: Exception, config: Mapping[str, Any]) -> RLError:
     """What it means that vLLM did not start."""
+    if isinstance(error, RLError):
+        return error
     name, text = config["model_name"], f"{type(error).__name__}: {error}"[:_LONGEST]
     frames = traceback.extract_tb(error.__traceback__)
     if any("model_loader" in frame.filename for frame in frames):

@@ -6,11 +6,12 @@ import functools
 from typing import TYPE_CHECKING, Any
 
 from rl_backends.engine.derived_weights import LoadWatch, find_watch
+from rl_core.errors import CapabilityError
 
 if TYPE_CHECKING:
     from torch import nn
 
-__all__ = ["watch_loading"]
+__all__ = ["watch_attention", "watch_loading"]
 
 #: Attributes that are made anew after a refit (``cpu_weights``), or travel with it (``sink``).
 _MADE_ANEW = {"cpu_linear", "pack_experts"}
@@ -45,3 +46,34 @@ def watch_loading() -> None:
     watched_process.rl_watched = True  # type: ignore[attr-defined]
     base_loader.initialize_model = watched_initialize
     base_loader.process_weights_after_loading = watched_process
+
+
+def watch_attention() -> None:
+    """Has attention on the CPU refuse keys of more tokens than its queries have.
+
+    vLLM runs some models by the code of transformers. If that repeats keys for groups of queries
+    itself, vLLM takes the repeated heads for the keys of other tokens. To be called before a model
+    is loaded: the first row that the engine computes, while it starts, shows it.
+    """
+    from vllm.model_executor.layers.attention.attention import Attention
+    from vllm.platforms import current_platform
+
+    compute = Attention.forward
+    if not current_platform.is_cpu() or hasattr(compute, "__wrapped__"):
+        return
+
+    @functools.wraps(compute)
+    def same_tokens(self: Any, query: Any, key: Any, *args: Any, **kwargs: Any) -> Any:
+        if key is not None:
+            tokens = query.numel() // (self.num_heads * self.head_size)
+            heads = key.numel() // (tokens * self.head_size) if tokens else self.num_kv_heads
+            if heads != self.num_kv_heads:
+                raise CapabilityError(
+                    f"the attention {self.layer_name} gets keys of {heads} heads, and vLLM "
+                    f"computes with {self.num_kv_heads}, as the configuration has it",
+                    fix="use another model, or a release of vLLM that has this model itself",
+                    capability="refit",
+                )
+        return compute(self, query, key, *args, **kwargs)
+
+    Attention.forward = same_tokens

@@ -33,6 +33,8 @@ PRIVATE: dict[str, str] = {
     "experts",
     "vllm._custom_ops.rotary_embedding, RotaryEmbedding.forward_cpu, .forward_native": "on the "
     "CPU, replaces a kernel that is wrong",
+    "Attention.forward, .num_heads, .num_kv_heads, .head_size": "on the CPU, refuses keys of more "
+    "heads than it computes with",
     "VocabParallelEmbedding.org_vocab_size": "rows beyond it are padding",
     "vllm.distributed.parallel_state.get_world_group": "reads sharded tensors back",
     "IncrementalDetokenizer.from_new_request, .update, .token_ids": "where rows end at stop "

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from functools import partial
+import math
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
+from rl_backends.engine.operations import check_activations
 from rl_backends.engine.weights import CheckpointModel, LoadedSink, LoadedWeights
 from rl_core.errors import CapabilityError, ConfigError
 from rl_vllm.cpu_weights import check_packed, pack_again
@@ -15,6 +17,8 @@ if TYPE_CHECKING:
 
     import torch
     from torch import nn
+
+    from rl_backends.engine.regions import Region
 
 __all__ = ["EngineWeights", "ModelSink"]
 
@@ -93,12 +97,55 @@ class EngineWeights(LoadedWeights):
             while getattr(held.get(key), "__name__", "") == "online_process_loader":
                 held[key] = held[key].__wrapped__
 
+    @cached_property
+    def regions(self) -> Mapping[str, list[Region]]:
+        """See :attr:`LoadedWeights.regions`; before, both models' operations are compared.
+
+        Raises:
+            CapabilityError: vLLM computes something else with the same weights.
+        """
+        with self.loading():
+            reference = self.checkpoint.model
+            check_activations(self.model, reference, engine="vLLM", without_refits=WITHOUT_REFITS)
+            check_time_steps(self.model, reference)
+        return super().regions
+
     def loading(self) -> AbstractContextManager[None]:
         """The configuration of the engine is set, which vLLM's code asks for."""
         from vllm.config import set_current_vllm_config
 
         context: AbstractContextManager[None] = set_current_vllm_config(self._config)
         return context
+
+
+def check_time_steps(model: nn.Module, reference: nn.Module) -> None:
+    """Makes sure that Mamba 2 layers limit their time steps as those of transformers do.
+
+    Args:
+        model: vLLM's.
+        reference: That of transformers.
+
+    Raises:
+        CapabilityError: Those of transformers have a limit, and vLLM's have none.
+    """
+    limits = [m.time_step_limit for m in reference.modules() if hasattr(m, "time_step_limit")]
+    mixers = [m for m in model.modules() if type(m).__name__ == "MambaMixer2"]
+    for mixer in mixers:
+        ours = tuple(getattr(mixer, "time_step_limit", (0.0, float("inf"))))
+        if other := [limit for limit in limits if not _as_good_as(tuple(limit), ours)]:
+            raise CapabilityError(
+                f"vLLM's {type(model).__name__} does not limit the time steps of its Mamba 2 "
+                f"layers, and transformers does: they are at least {other[0][0]:g} and at most "
+                f"{other[0][1]:g}",
+                fix="set time_step_min in config.json to 1e-9 (time_step_limit to [0.0, Infinity] "
+                "if it is there), for the trainer and the engine: then transformers does not limit "
+                f"them either; to generate without refits, {WITHOUT_REFITS}",
+                capability="refit",
+            )
+
+
+def _as_good_as(one: tuple[float, ...], other: tuple[float, ...]) -> bool:
+    return all(math.isclose(x, y, abs_tol=1e-6) for x, y in zip(one, other, strict=True))
 
 
 class ModelSink(LoadedSink):

@@ -17,7 +17,7 @@ from rl_hosting import WorkerRefits
 from rl_vllm.adapters import VllmAdapters
 from rl_vllm.cpu_rotary import repair_rotary
 from rl_vllm.cpu_weights import keep_plain_weights
-from rl_vllm.loading import watch_loading
+from rl_vllm.loading import watch_attention, watch_loading
 from rl_vllm.weights import EngineWeights, ModelSink
 
 __all__ = ["RefitExtension"]
@@ -26,6 +26,7 @@ __all__ = ["RefitExtension"]
 keep_plain_weights()
 repair_rotary()
 watch_loading()
+watch_attention()
 
 
 class RefitExtension:
