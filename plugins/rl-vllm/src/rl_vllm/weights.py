@@ -128,7 +128,9 @@ def check_time_steps(model: nn.Module, reference: nn.Module) -> None:
     Raises:
         CapabilityError: Those of transformers have a limit, and vLLM's have none.
     """
-    limits = [m.time_step_limit for m in reference.modules() if hasattr(m, "time_step_limit")]
+    limits: list[Any] = [
+        m.time_step_limit for m in reference.modules() if hasattr(m, "time_step_limit")
+    ]
     mixers = [m for m in model.modules() if type(m).__name__ == "MambaMixer2"]
     for mixer in mixers:
         ours = tuple(getattr(mixer, "time_step_limit", (0.0, float("inf"))))
