@@ -59,6 +59,7 @@ EXACT = (
     "ernie4_5_moe",
     "exaone4",
     "exaone_moe",
+    "falcon",
     "falcon_h1",
     "gemma",
     "gemma2",
@@ -108,7 +109,6 @@ EXACT = (
 REFUSED = {
     "apertus": r"keeps this tensor in torch\.bfloat16",
     "bloom": r"gelu_impl .* differs from that of transformers",
-    "falcon": "does not load all",
     "jetmoe": "gets keys of 4 heads",
     "laguna": "does not load all",
     "mpt": "not supported",
@@ -117,7 +117,7 @@ REFUSED = {
 
 #: One of each kind: positions that vLLM has its own name for, run by transformers' own code, a
 #: loader that computes, experts, transposed experts with biases, a refusal.
-ALWAYS = ("deepseek_v3", "gpt_neox", "falcon_h1", "qwen3_moe", "gpt_oss", "falcon")
+ALWAYS = ("deepseek_v3", "gpt_neox", "falcon_h1", "qwen3_moe", "gpt_oss", "bloom")
 
 
 def all_of(names: Any) -> list[Any]:

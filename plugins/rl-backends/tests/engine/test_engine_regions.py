@@ -144,8 +144,45 @@ def test_tensors_that_are_joined_first_and_copied_in_a_thread_are_found(dim):
     assert torch.equal(model.weight, torch.cat(list(tensors.values()), dim))
 
 
-def test_a_part_of_joined_tensors_is_refused():
-    model = Joining(0, lambda x: x[:5])
+@settings(max_examples=200, deadline=None)
+@given(
+    dim=st.integers(-2, 1),
+    sizes=st.lists(st.integers(1, 4), min_size=1, max_size=4),
+    other=st.integers(1, 4),
+    cuts=st.tuples(*[st.floats(0, 0.999)] * 4),
+)
+def test_rows_and_columns_of_joined_tensors_are_found(dim, sizes, other, cuts):
+    names = [str(number) for number in range(len(sizes))]
+    shapes = [(size, other) if dim % 2 == 0 else (other, size) for size in sizes]
+    tensors = [filled(*shape) + 100 * number + 1 for number, shape in enumerate(shapes)]
+    whole = torch.cat(tensors, dim)
+    begins = [int(cut * size) for cut, size in zip(cuts, whole.shape, strict=False)]
+    counts = [
+        1 + int(cut * (size - begin))
+        for cut, size, begin in zip(cuts[2:], whole.shape, begins, strict=True)
+    ]
+
+    model = One(None, *counts)
+
+    def load_weights(weights) -> None:
+        found = torch.cat([tensor for _, tensor in weights], dim)
+        for axis, (begin, count) in enumerate(zip(begins, counts, strict=True)):
+            found = found.narrow(axis, begin, count)
+        model.weight.data.copy_(found)
+
+    model.load_weights = load_weights
+    specs = [spec(name, *shape) for name, shape in zip(names, shapes, strict=True)]
+    regions = regions_of(model, specs, torch.float32)
+    model.weight.fill_(-1)
+    for name, tensor in zip(names, tensors, strict=True):
+        for region in regions[name]:
+            region.write(0, tensor.flatten())
+    wanted = whole[begins[0] :, begins[1] :][: counts[0], : counts[1]]
+    assert torch.equal(model.weight, wanted)
+
+
+def test_joined_tensors_that_are_turned_are_refused():
+    model = Joining(0, lambda x: x.flatten()[1:6])
     with pytest.raises(CapabilityError, match="changes the values of a, b"):
         regions_of(model, [spec("a", 3, 2), spec("b", 4, 2)], torch.float32)
 

@@ -180,17 +180,27 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return whole
 
     def _note_joined(self, target: torch.Tensor, source: torch.Tensor) -> bool:
-        """Whether a copy is of tensors that were joined; of all of them, or it is not followed."""
+        """Whether a copy is of tensors that were joined, or of some of their rows and columns."""
         parts, dim = self._joined.get(source.untyped_storage().data_ptr(), ((), 0))
+        if not parts:
+            return False
         origins = [self._origins[part.untyped_storage().data_ptr()] for part in parts]
-        whole = source.is_contiguous() and source.numel() == sum(part.numel() for part in parts)
-        if not whole or source.shape != target.shape:
+        box = _box_of(source, parts, dim) if source.shape == target.shape else None
+        if box is None:
             self.changed += [origin.name for origin in origins]
-        else:
-            places = torch.split(target, [part.shape[dim] for part in parts], dim)
-            for place, part, origin in zip(places, parts, origins, strict=True):
-                self._note_copy(place, part, origin)
-        return bool(parts)
+            return True
+        begin, start = 0, box[dim][0]
+        end = start + box[dim][1]
+        for part, origin in zip(parts, origins, strict=True):
+            size = part.shape[dim]
+            first, last = max(start, begin), min(end, begin + size)
+            if first < last:
+                piece = part.narrow(dim, first - begin, last - first)
+                for other, (at, count) in enumerate(box):
+                    piece = piece if other == dim else piece.narrow(other, at, count)
+                self._note_copy(target.narrow(dim, first - start, last - first), piece, origin)
+            begin += size
+        return True
 
     def _note_copy(self, target: torch.Tensor, source: torch.Tensor, origin: _Origin) -> None:
         view = _view(target)
@@ -293,6 +303,33 @@ def _apply(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], x: torch.T
 
 def _cast(dtype: torch.dtype, x: torch.Tensor) -> torch.Tensor:
     return x.to(dtype)
+
+
+def _box_of(
+    view: torch.Tensor, parts: Sequence[torch.Tensor], dim: int
+) -> list[tuple[int, int]] | None:
+    """Which rows and columns of joined tensors a view has.
+
+    Args:
+        view: Of a tensor without gaps.
+        parts: What was joined to it.
+        dim: The dimension along which they follow each other.
+
+    Returns:
+        The first index and the size in each dimension; None if it is no such view.
+    """
+    shape = list(parts[0].shape)
+    shape[dim] = sum(part.shape[dim] for part in parts)
+    box, step = [], math.prod(shape)
+    if view.dim() != len(shape) or not view.numel():
+        return None
+    for size, count, stride in zip(shape, view.shape, view.stride(), strict=True):
+        step //= size
+        first = view.storage_offset() // step % size
+        if (count > 1 and stride != step) or first + count > size:
+            return None
+        box.append((first, count))
+    return box
 
 
 def _view(tensor: torch.Tensor) -> _View:
