@@ -171,7 +171,7 @@ def test_broken_manifest_is_listed_with_its_cause(
         ("factories", "{'reward': 'toy.backend:Toy'}", "unknown kind 'reward'"),
         ("configs", "{}", "configs and factories have different kinds"),
         ("capabilities", "{}", "capabilities and factories have different kinds"),
-        ("capabilities", "{'generation': {}}", "does not declare async_generation, collective"),
+        ("capabilities", "{'generation': {}}", "does not declare adapters, async_generation"),
         ("capabilities", "{'generation': None}", "is not a mapping"),
         ("capabilities", "{'generation': {'fly': Capability('full')}}", "the unknown fly"),
         ("capabilities", "{'generation': {'sleep': 'full'}}", "'sleep' is 'full', not a"),

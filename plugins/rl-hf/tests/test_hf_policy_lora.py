@@ -138,5 +138,12 @@ def test_the_suite_notices_adapters_that_are_merged_twice(monkeypatch):
     monkeypatch.setattr(lora, "_active", lambda name, layer: 2 * once(name, layer))
     checks = select([], "adapters and (R1 or P9)")
     report = run(Target.find("hf"), Settings(), checks, selection="adapters")
-    assert len(checks) == 3
+    assert len(checks) == 4
     assert {outcome.status for outcome in report.outcomes} == {Status.FAILED}
+
+
+def test_the_suite_notices_adapters_that_are_sent_without_their_scale(monkeypatch):
+    monkeypatch.setattr(lora.AdapterWeightSource, "tensors", NamedTensorSource.tensors)
+    checks = select([], "R1 and sent_alone")
+    report = run(Target.find("hf"), Settings(), checks, selection="adapters")
+    assert [outcome.status for outcome in report.outcomes] == [Status.FAILED]

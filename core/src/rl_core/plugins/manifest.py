@@ -35,6 +35,7 @@ GENERATION_CAPABILITIES = (
     "collective",
     "staged",
     "kv_scales",
+    "adapters",
 )
 POLICY_CAPABILITIES = (
     "topk_logits",
@@ -57,8 +58,8 @@ class Capability:
     Attributes:
         level: ``full``; ``versioned``: with an engine in the range ``engine``; ``unsupported``:
             by nature, calling it raises CapabilityError before touching state (without
-            ``concurrent_calls``, calls wait for each other; without ``sharded``, every rank has
-            separate rows); ``not_implemented``: not yet, likewise refused.
+            ``concurrent_calls``, calls wait; without ``sharded``, ranks have separate rows);
+            ``not_implemented``: not yet, likewise refused.
         engine: Version range for ``versioned``, such as ``">=0.30"``.
         devices: Device types on which it holds; elsewhere the suite reports ``not_run``.
         reason: Why not, or what to know.
@@ -112,8 +113,7 @@ class BackendManifest:
         devices: Device types the backend runs on.
         tolerances: Largest accepted ``(mean, max)`` absolute log-prob difference from a float32
             reference, by torch dtype name.
-        refit_constant_bytes: Memory a refit may use beyond its buffers. Digests take up to 40 MiB
-            of a GPU, on each side.
+        refit_constant_bytes: What a refit may use beside buffers; digests take 40 MiB of each GPU.
         released_fraction: For ``sleep`` and ``offload``: fraction of the device memory of weights
             or KV cache that is freed.
     """

@@ -30,18 +30,24 @@ BACKEND = BackendManifest(
             "kv_scales": Capability(
                 "full", devices=_CUDA, reason="SGLang on the CPU has no FP8 key/value cache"
             ),
+            "adapters": Capability("full", reason="with the key lora, and peft"),
         }
     },
     engine=EngineRequirement(("sglang",), VERSIONS, extra="engine", elsewhere="sglang_cfg.python"),
 )
 
 _SMALL = {"max_total_tokens": 16384}
+_ADAPTERS = {"lora": {"r": 4, "target_modules": "all-linear"}}
 _SMALL_ON_A_GPU = {"mem_fraction_static": 0.05, "disable_cuda_graph": True}
 #: What the conformance suite sets for its tiny models; several engines run side by side.
 TINY = {
-    "cpu": {"generation": {"sglang_cfg": _SMALL}},
+    "cpu": {
+        "generation": {"sglang_cfg": _SMALL},
+        "adapters": {"sglang_cfg": _SMALL | _ADAPTERS},
+    },
     "cuda": {
         "generation": {"sglang_cfg": _SMALL_ON_A_GPU},
+        "adapters": {"sglang_cfg": _SMALL_ON_A_GPU | _ADAPTERS},
         "kv_scales": {"sglang_cfg": _SMALL_ON_A_GPU | {"kv_cache_dtype": "fp8_e4m3"}},
     },
 }

@@ -33,6 +33,7 @@ BACKEND = BackendManifest(
                 reason="on CPUs, vLLM needs AVX-512 or AMX for an FP8 key/value cache, which was "
                 "not tested",
             ),
+            "adapters": Capability("full", reason="with the key lora, and peft"),
         }
     },
     engine=EngineRequirement(
@@ -41,14 +42,19 @@ BACKEND = BackendManifest(
 )
 
 _SMALL = {"kv_cache_memory_bytes": 64 << 20}
+_ADAPTERS = {"lora": {"r": 4, "target_modules": "all-linear"}}
 _SMALL_ON_A_GPU = _SMALL | {"gpu_memory_utilization": 0.05, "enforce_eager": True}
 #: What the conformance suite sets for its tiny models. On a CPU, with the usual half a gigabyte,
 #: most of an engine's start is the zeroing of its cache. On a GPU several engines run side by side,
 #: and none is there long enough for CUDA graphs to pay.
 TINY = {
-    "cpu": {"generation": {"vllm_cfg": _SMALL}},
+    "cpu": {
+        "generation": {"vllm_cfg": _SMALL},
+        "adapters": {"vllm_cfg": _SMALL | _ADAPTERS},
+    },
     "cuda": {
         "generation": {"vllm_cfg": _SMALL_ON_A_GPU},
+        "adapters": {"vllm_cfg": _SMALL_ON_A_GPU | _ADAPTERS},
         "kv_scales": {"vllm_cfg": _SMALL_ON_A_GPU | {"kv_cache_dtype": "fp8"}},
     },
 }

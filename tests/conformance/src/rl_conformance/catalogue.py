@@ -102,6 +102,8 @@ _LOOK = {
     "R13": "state that two engines or two trainers of one process share",
     "R14": "WeightSink.scale_kv",
     "R15": "WeightSink.read, and whether WeightSink.write reaches the weights in use",
+    "R16": "WeightSink of an engine that serves adapters: where A and B of each layer go, which "
+    "adapter a row gets, fail",
     "A1": "logprobs of generate, get_logprobs",
     "A2": "generate with long outputs: decoding with a cache against a forward pass",
     "A3": "logprobs of generate and get_logprobs before and after training and a refit",
@@ -362,6 +364,13 @@ _ENTRIES = (
         scope="that they are applied shows in log-probs; the trainer is the suite's own",
     ),
     Clause("R15", 'verify="installed" catches a loader that does not load', tolerance=_DECLARED),
+    Clause(
+        "R16",
+        "adapters arrive alone, beside those that serve",
+        capability="adapters",
+        tolerance=_DECLARED,
+        scope="adapters of all linear layers but the output; the trainer is the suite's own",
+    ),
     Clause("A1", "log-prob consistency is measured, and never over an empty mask"),
     Clause(
         "A2",

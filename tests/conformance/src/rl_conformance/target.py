@@ -39,10 +39,11 @@ class Target:
         versions: Of the plugin and of its engine, for the report.
         installed: Whether discovery finds it under its name.
         tiny: By device and kind, the configuration that the plugin wants for the suite's tiny
-            models, under ``"kv_scales"`` that of an engine with an FP8 cache, and under
-            ``"sharded"``, by name, the layouts in which a copy of the model is spread over ranks:
-            ``{"tp2": {"ranks": 2, "config": {...}}}``; the entry point of the backend's name in the
-            group ``rl_core.conformance``.
+            models, under ``"kv_scales"`` that of an engine with an FP8 cache, under ``"adapters"``
+            that of one which serves adapters of rank 4 of all linear layers but the output, and
+            under ``"sharded"``, by name, the layouts in which a copy of the model is spread over
+            ranks: ``{"tp2": {"ranks": 2, "config": {...}}}``; the entry point of the backend's name
+            in the group ``rl_core.conformance``.
     """
 
     name: str

@@ -35,6 +35,7 @@ _MODULES = (
     "repeated",
     "lookalikes",
     "several_ranks",
+    "adapters",
 )
 
 

@@ -44,6 +44,7 @@ _THOROUGH = """
     a_version_may_go_back_with_its_weights abandoned_streams_leave_nothing_behind
     adapters_are_merged_in_an_export_and_resumed_by_a_checkpoint
     adapters_of_a_module_arrive_merged_once adapters_of_a_policy_arrive_merged_once
+    adapters_of_a_policy_are_sent_alone
     all_rows_carry_the_version an_engine_accepts_refit_modes_in_any_order
     an_engine_changes_the_transport an_output_can_be_the_next_prompts
     another_number_of_ranks_goes_on any_batch_is_scored any_of_several_stop_tokens_ends_a_row

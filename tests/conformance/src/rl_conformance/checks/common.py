@@ -543,11 +543,14 @@ def needs_adapters(*modules: str) -> None:
         raise NotRun(f"adapters need {absent[0]}, which is not installed", excused=True)
 
 
-def adapted_policy(ctx: Context, **config: Any) -> ColocatablePolicyInterface:
+def adapted_policy(
+    ctx: Context, refit: str | None = None, **config: Any
+) -> ColocatablePolicyInterface:
     if "lora" not in config_keys(load_object(ctx.manifest.configs["policy"])):
         raise NotRun("the policy has no adapters: no key lora", excused=True)
     needs_adapters("peft")
-    return ctx.fresh_policy(model_name=str(ctx.model("qwen2", seed=1)), lora={"r": 4}, **config)
+    lora = {"r": 4} if refit is None else {"r": 4, "refit": refit}
+    return ctx.fresh_policy(model_name=str(ctx.model("qwen2", seed=1)), lora=lora, **config)
 
 
 def train_adapters(policy: Any) -> None:

@@ -10,7 +10,7 @@ import torch
 from rl_conformance.batches import generated_mask
 from rl_conformance.checks.common import WAKINGS, adapted_policy, needs_adapters, train_adapters
 from rl_conformance.doubles import Engines
-from rl_conformance.expect import raises, require, same, same_tensor
+from rl_conformance.expect import NotRun, raises, require, same, same_tensor
 from rl_conformance.figures import Timeline
 from rl_conformance.peers import RemoteGeneration
 from rl_conformance.quiet import no_progress_bars
@@ -38,7 +38,7 @@ from rl_conformance.weights import (
     policy_weights,
     same_weights,
 )
-from rl_core.errors import LifecycleError
+from rl_core.errors import ConfigError, LifecycleError
 from rl_core.testing import Engine, Trainer
 
 if TYPE_CHECKING:
@@ -378,3 +378,31 @@ def adapters_of_a_policy_arrive_merged_once(ctx: Context) -> None:
         run_refit(policy, generation)
         equal(policy, generation)
         agree(ctx, policy, generation, ctx.prompts(5, 9, 3))
+
+
+@check("R1", needs=("policy",))
+def adapters_of_a_policy_are_sent_alone(ctx: Context) -> None:
+    """A and B of what is sent make the difference between the exported weights and the base."""
+    try:
+        policy = adapted_policy(ctx, refit="adapter")
+    except ConfigError:
+        raise NotRun("the policy always sends merged weights", excused=True) from None
+    train_adapters(policy)
+    sent = policy_weights(policy)
+    engine = ctx.closing(Engine({name: torch.zeros_like(t) for name, t in sent.items()}))
+    run_refit(policy, engine)
+    path = ctx.directory() / "saved"
+    policy.save_checkpoint(str(path))
+    base = checkpoint_weights(ctx.model("qwen2", seed=1))
+    saved = checkpoint_weights(path)
+    changed = {name for name, tensor in base.items() if not torch.equal(saved[name], tensor)}
+    layers = {f"base_model.model.{name.removesuffix('.weight')}": name for name in changed}
+    names = {f"{layer}.lora_{kind}.weight" for layer in layers for kind in "AB"}
+    same(sorted(engine.tensors), sorted(names), "the tensors that are sent")
+    errors = []
+    for layer, name in layers.items():
+        first, second = (engine.tensors[f"{layer}.lora_{kind}.weight"] for kind in "AB")
+        update = saved[name].float() - base[name].float()
+        errors.append(float((second.float() @ first.float() - update).abs().max()))
+    tolerance = 1e-5 if ctx.settings.dtype == "float32" else 2e-2
+    ctx.measure("largest error of B A", max(errors), tolerance)

@@ -53,6 +53,7 @@ MANIFEST = BackendManifest(
             "multi_sample": _FULL,
             "collective": _FULL,
             "staged": _FULL,
+            "adapters": Capability("full", reason="with the key lora"),
             "kv_scales": Capability("full", reason='with kv_cache_dtype="fp8"'),
         },
         "policy": {

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Literal, NotRequired
 
+from rl_backends.engine.config import EngineLoraConfig  # noqa: TC001 - read when keys are checked
 from rl_core.interfaces import GenerationConfig, PolicyConfig
 
 __all__ = ["ReferenceGenerationConfig", "ReferencePolicyConfig"]
@@ -17,10 +18,12 @@ class ReferenceGenerationConfig(GenerationConfig):
     Attributes:
         torch_dtype: Of the weights.
         kv_cache_dtype: ``"fp8"`` rounds keys and values. Default ``"auto"``, which does not.
+        lora: Serve adapters of all linear layers but the output; ``target_modules`` is not read.
     """
 
     torch_dtype: NotRequired[Dtype]
     kv_cache_dtype: NotRequired[Literal["auto", "fp8"]]
+    lora: NotRequired[EngineLoraConfig]
 
 
 class ReferencePolicyConfig(PolicyConfig):

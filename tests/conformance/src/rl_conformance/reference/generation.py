@@ -10,6 +10,7 @@ import torch
 from rl_backends import Completion, GenerationBackend, ModelFacts, Row, RowEngine
 from rl_backends.generation.serving import ServedCall
 from rl_conformance.oracle import penalised, truncated_distribution
+from rl_conformance.reference.adapters import ReferenceAdapters
 from rl_conformance.reference.fp8 import rounded
 from rl_conformance.reference.loading import load_once
 from rl_core.weights.tensors import NamedTensorSink
@@ -47,14 +48,19 @@ class ReferenceGeneration(GenerationBackend):
         model_name: Directory of the checkpoint.
         torch_dtype: Of the weights.
         kv_cache_dtype: ``"fp8"`` rounds keys and values as such a cache would.
+        lora: The rank ``r`` of adapters, which refits then bring alone.
         **config: See :class:`rl_core.interfaces.GenerationConfig`.
     """
+
+    #: Of the engines that serve them.
+    adapters_class = ReferenceAdapters
 
     def __init__(
         self,
         model_name: str,
         torch_dtype: str = "float32",
         kv_cache_dtype: str = "auto",
+        lora: dict[str, Any] | None = None,
         **config: Any,
     ) -> None:
         oracle = load_once(str(model_name))
@@ -63,6 +69,7 @@ class ReferenceGeneration(GenerationBackend):
         if kv_cache_dtype == "fp8":
             self.kv_scales = {}
             rounded(self.model, self.kv_scales)
+        self.adapters = self.adapters_class(self.model, lora.get("r", 16)) if lora else None
         self.tokenizer = oracle.tokenizer
         facts = ModelFacts(
             pad_token_id=oracle.pad_token_id,
@@ -136,6 +143,8 @@ class ReferenceGeneration(GenerationBackend):
 
     def weight_sink(self) -> WeightSink:
         """See :meth:`GenerationBackend.weight_sink`."""
+        if self.adapters is not None:
+            return self.adapters
         tensors = self.model.state_dict(keep_vars=True)
         return (
             NamedTensorSink(tensors)
