@@ -87,7 +87,7 @@ class Packed(nn.Module):
 
 
 class Latent(nn.Module):
-    """Keeps the weight, and computes with a copy that its hook made."""
+    """Keeps the weight, and computes with copies that its hook makes where there are none."""
 
     def __init__(self, *shape: int) -> None:
         super().__init__()
@@ -95,7 +95,10 @@ class Latent(nn.Module):
         self.impl = {"absorbed": None}
 
     def process(self) -> None:
-        self.impl["absorbed"] = (self.weight.detach() * 3).t().contiguous()
+        if self.impl["absorbed"] is None:
+            self.impl["absorbed"] = (self.weight.detach() * 3).t().contiguous()
+        if not hasattr(self, "wide"):
+            self.wide = nn.Parameter(self.weight.double(), requires_grad=False)
 
 
 class Model(nn.Module):

@@ -44,7 +44,11 @@ PRIVATE: dict[str, str] = {
     "its weights are loaded, and what hooks derive from the weights",
     "vllm.transformers_utils.config.get_config": "the configuration of a checkpoint",
     "vllm.v1.attention.backends.registry.AttentionBackendEnum": "whether there is CPU_MLA",
-    "vllm.config.set_current_vllm_config": "set while the model's loader runs",
+    "vllm.config.set_current_vllm_config": "set while the model's loader runs, and its hooks",
+    "QuantizeMethodBase.process_weights_after_loading, Attention.process_weights_after_loading, "
+    "set_default_torch_dtype": "what a refit runs again for layers that vLLM rearranges",
+    "online_process_loader": "the name of loaders that wait for the last tensor of a layer",
+    "OnlineQuantizationConfig.online_quantization_time": "a number that is not made of weights",
     "Attention.impl.bmm1_scale, .bmm2_scale": "values derived from the scales of an FP8 cache",
     "Attention._k_scale, ._v_scale, ._k_scale_float, ._v_scale_float": "scales of an FP8 cache",
 }

@@ -144,7 +144,15 @@ class LoadWatch:
                 self.derived.append(path)
         held = dict(_held(model, self.skipped))
         self._known = set(held)
-        derived = [(path, held[path]) for path in self.derived]
+        loaded = {
+            one.untyped_storage().data_ptr() for n, one in after.items() if n in self._weights
+        }
+        self.derived += [
+            name
+            for name, one in after.items()
+            if name not in self._weights and one.untyped_storage().data_ptr() not in loaded
+        ]
+        derived = [(path, held.get(path, after.get(path))) for path in self.derived]
         self._derived = {p: weakref.ref(one) for p, one in derived if isinstance(one, torch.Tensor)}
 
     def find_derived(self, path: str) -> torch.Tensor | None:

@@ -39,8 +39,9 @@ class RearrangedLayer:
     Args:
         name: Of the module.
         module: The engine's.
-        plain: The parameters that the loader fills, without memory; none if those that the module
-            has are written in place, and the hook makes other tensors of them.
+        plain: The parameters that the loader fills, without memory.
+        collected: They are; if not, those that the module has are written in place, and the hook
+            makes other tensors of them.
         changed: What the hook changes besides parameters, and what it held before.
         hook: Has the engine process the module as it is.
         ignored: Storages of tensors that other modules own, and names of attributes that the
@@ -58,6 +59,7 @@ class RearrangedLayer:
         name: str,
         module: nn.Module,
         plain: Mapping[str, torch.Tensor],
+        collected: bool,
         changed: Sequence[tuple[Container, Container]],
         hook: Callable[[], None],
         ignored: Collection[object] = (),
@@ -66,11 +68,13 @@ class RearrangedLayer:
         self.regions: dict[str, list[tuple[str, Region]]] = {}
         self.sizes: dict[str, int] = {}
         self.renewed = False
-        self.plain = plain
+        self.plain = plain if collected else {}
         self.module = module
+        self._names = set(plain)
         self._changed = changed
         self._hook = hook
         self._ignored = ignored
+        self._where = torch.empty(0, device=next(iter(self.tensors().values())).device)
         self._print: dict[str, bytes] = {}
         self._parameters: dict[str, torch.nn.Parameter] = {}
         self._open: dict[str, list[Region]] = {}
@@ -108,6 +112,11 @@ class RearrangedLayer:
             found[path] = tensor.detach()
         return {key: one for key, one in found.items() if one.numel() and not one.is_meta}
 
+    def given(self) -> dict[str, Any]:
+        """The module's parameters without those that its hook adds."""
+        own = self.module._parameters
+        return {key: one for key, one in own.items() if key in self._names or one is None}
+
     def make(self, parameters: Mapping[str, torch.nn.Parameter]) -> dict[str, torch.Tensor]:
         """What the hook makes of parameters; the module is left as it is.
 
@@ -120,9 +129,8 @@ class RearrangedLayer:
         try:
             for container, before in self._changed:
                 _put(container, before)
-            if parameters:
-                _put(own, dict(parameters))
-            with torch.no_grad():
+            _put(own, dict(parameters) or self.given())
+            with torch.no_grad(), torch.cuda.device_of(self._where):
                 self._hook()
             return self.tensors()
         finally:
@@ -206,7 +214,7 @@ class RearrangedLayer:
             meaningless: Without a sample they have some numbers; if not, zeros, which padding
                 keeps.
         """
-        device = next(iter(self.tensors().values())).device
+        device = self._where.device
         made = {key: with_memory(one, device) for key, one in self.plain.items()}
         for key, one in made.items():
             if sample:
@@ -310,7 +318,7 @@ class RearrangedLayers:
         for name in dict.fromkeys(name.rpartition(".")[0] for name in watch.rearranged):
             for one in watch.plain[name].values():
                 prepare(one)
-            if layer := self._layer(name, watch.plain[name]):
+            if layer := self._layer(name, collected=True):
                 self.collected[name] = layer
         self.renewed += [n for n in watch.rearranged if n.rpartition(".")[0] in self.collected]
         made = {_storage(t) for one in self.collected.values() for t in one.tensors().values()}
@@ -321,16 +329,16 @@ class RearrangedLayers:
             while owner not in self._modules:
                 owner = owner.rpartition(".")[0]
             if _storage(tensor) not in made and owner not in self.derived:
-                if (layer := self._layer(owner, {})) is None:
+                if (layer := self._layer(owner, collected=False)) is None:
                     continue
                 self.derived[owner] = layer
                 made |= {_storage(one) for one in layer.tensors().values()}
             if _storage(tensor) in made:
                 self.renewed.append(path)
 
-    def _layer(self, name: str, plain: Mapping[str, torch.Tensor]) -> RearrangedLayer | None:
+    def _layer(self, name: str, *, collected: bool) -> RearrangedLayer | None:
         """A module whose hook, run again, makes what the engine has."""
-        module = self._modules[name]
+        module, plain = self._modules[name], self._watch.plain[name]
         if (hook := self._hook(module)) is None:
             return None
         others = {
@@ -343,8 +351,8 @@ class RearrangedLayers:
         within = containers_of(module, self._model)
         changed = [pair for pair in self._watch.changed if id(pair[0]) in within]
         ignored = {*others, *self._watch.skipped}
-        layer = RearrangedLayer(name, module, plain, changed, hook, ignored)
         try:
+            layer = RearrangedLayer(name, module, plain, collected, changed, hook, ignored)
             why = layer.rehearse(self._watch.samples.pop(name, None))
         except Exception as error:  # whatever hooks raise that do not run twice
             why = f"fails: {type(error).__name__}: {error}"
@@ -362,11 +370,11 @@ class RearrangedLayers:
         """
         places, kept = {}, []
         try:
-            for layer in self.collected.values():
+            for layer in (*self.collected.values(), *self.derived.values()):
                 own = layer.module._parameters
                 kept.append((own, dict(own)))
                 virtual = {k: with_memory(p, "cpu") for k, p in layer.plain.items()}
-                _put(own, virtual)
+                _put(own, virtual or layer.given())
                 for key, one in virtual.items():
                     places[one.untyped_storage().data_ptr()] = layer, key
             yield places
