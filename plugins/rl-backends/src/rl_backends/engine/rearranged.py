@@ -130,7 +130,8 @@ class RearrangedLayer:
             for container, before in self._changed:
                 _put(container, before)
             _put(own, dict(parameters) or self.given())
-            with torch.no_grad(), torch.cuda.device_of(self._where):
+            where = torch.cuda.device_of(self._where)  # type: ignore[no-untyped-call]
+            with torch.no_grad(), where:
                 self._hook()
             return self.tensors()
         finally:
