@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from rl_conformance.models import make_tiny_model
+from rl_conformance.models import FAMILIES, make_tiny_model
 from rl_core.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -91,6 +91,8 @@ _LINEAR = {
 }
 _MIXED = {"layer_types": ["linear_attention", "full_attention"]}
 _SLIDING = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 64}
+
+_IMAGES = {**FAMILIES["qwen2_5_vl"], "model_type": "qwen3_vl"}
 
 #: Configurations by name, in the order of the alphabet.
 ARCHITECTURES: dict[str, dict[str, Any]] = {
@@ -314,6 +316,7 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     "phi3": {},
     "phimoe": _LOCAL,
     "qwen2": {},
+    "qwen2_5_vl": FAMILIES["qwen2_5_vl"],
     "qwen2_moe": {**_EXPERTS, "shared_expert_intermediate_size": 32},
     "qwen3": _HEAD_DIM,
     "qwen3_5_moe_text": {
@@ -325,6 +328,24 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     "qwen3_5_text": {**_LINEAR, **_MIXED},
     "qwen3_moe": {**_EXPERTS, **_HEAD_DIM},
     "qwen3_next": {**_EXPERTS, **_LINEAR, **_MIXED, "shared_expert_intermediate_size": 32},
+    "qwen3_vl": {
+        **_IMAGES,
+        **_HEAD_DIM,
+        "rope_parameters": {
+            **_IMAGES["rope_parameters"],
+            "mrope_section": [6, 5, 5],
+            "mrope_interleaved": True,
+        },
+        "vision_config": {
+            "depth": 2,
+            "hidden_size": 64,
+            "intermediate_size": 128,
+            "out_hidden_size": 128,
+            "num_heads": 2,
+            "num_position_embeddings": 16,
+            "deepstack_visual_indexes": [0, 1],
+        },
+    },
     "seed_oss": {},
     "smollm3": _TIED,
     "solar_open": {**_ALL_EXPERTS, **_HEAD_DIM},

@@ -46,6 +46,8 @@ CASES: dict[str, dict[str, tuple[str, dict[str, Any], dict[str, Any]]]] = {
             {},
             {"async_engine": True, "load_format": "dummy"},
         ),
+        "images and text": ("qwen2_5_vl", {}, {}),
+        "images and text, two workers": ("qwen2_5_vl", {}, {"tensor_parallel_size": 2}),
     },
     "sglang": {
         "tied, fused bias": ("qwen2", {}, {}),
@@ -53,6 +55,7 @@ CASES: dict[str, dict[str, tuple[str, dict[str, Any], dict[str, Any]]]] = {
         "two schedulers": ("qwen3", {}, {"tp_size": 2}),
         "dummy weights": ("qwen2", {}, {"load_format": "dummy"}),
         "experts": ("qwen3", EXPERTS, {"tp_size": 2}),
+        "images and text": ("qwen2_5_vl", {}, {"tp_size": 2}),
     },
 }
 #: How far the log-probs of an engine in bfloat16 may be from the policy's.

@@ -178,3 +178,11 @@ def test_manifest_and_configuration_import_no_engine():
         "assert not {'torch', 'transformers', 'ray'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_the_language_model_alone_of_a_model_of_images_is_trained(tiny: Callable[..., Path]):
+    model = load(tiny("qwen2_5_vl"), for_training=True)
+    trained = {name: p.requires_grad for name, p in model.named_parameters()}
+    assert set(trained.values()) == {True, False}
+    assert all(once != name.startswith("model.visual.") for name, once in trained.items())
+    assert all(p.requires_grad for p in load(tiny("qwen2_5_vl")).parameters())

@@ -32,7 +32,7 @@ def with_adapters(path: Any, *, refit: str = "merged", **config: Any) -> Hugging
     return HuggingFacePolicy(str(path), lora=lora, optimizer={"lr": 1e-2}, **config)
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen2"])
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen2_5_vl"])
 def test_a_refit_sends_the_merged_weights_under_the_base_names(tiny, family):
     policy = with_adapters(tiny(family))
     policy.train(batch(), NLLLossFn())
@@ -71,6 +71,13 @@ def test_adapters_that_no_engine_serves_are_refused_when_the_policy_is_built(tin
 def test_only_merged_weights_are_declared_as_trainable(tiny):
     specs = with_adapters(tiny()).weight_source().specs()
     assert all(spec.trainable == spec.name.endswith("proj.weight") for spec in specs)
+
+
+def test_adapters_of_a_model_of_images_are_in_its_language_model_alone(tiny):
+    policy = with_adapters(tiny("qwen2_5_vl"))
+    trained = [name for name, p in policy.model.named_parameters() if p.requires_grad]
+    assert trained
+    assert all(".language_model.layers." in name for name in trained)
 
 
 def test_only_adapters_learn(tiny):

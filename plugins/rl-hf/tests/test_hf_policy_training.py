@@ -69,6 +69,34 @@ def test_masks_default_to_all_ones(tiny):
     assert a["global_valid_toks"] == sum(LENGTHS) - len(LENGTHS)
 
 
+def test_text_alone_changes_in_a_model_of_images_and_text(tiny, tmp_path):
+    policy = HuggingFacePolicy(str(tiny("qwen2_5_vl")), optimizer={"lr": 1e-2})
+    before = weights(policy)
+    policy.train(batch(), NLLLossFn())
+    for name, tensor in weights(policy).items():
+        assert tensor.equal(before[name]) == name.startswith("model.visual."), name
+    source = policy.weight_source()
+    assert {s.name for s in source.specs() if not s.trainable} == {
+        name for name in before if name.startswith("model.visual.")
+    }
+    scored = policy.get_logprobs(batch())["logprobs"]
+    policy.save_checkpoint(tmp_path / "saved")
+    policy.export_hf(tmp_path / "exported")
+    for path in (tmp_path / "saved", tmp_path / "exported"):
+        again = HuggingFacePolicy(str(path))
+        assert again.get_logprobs(batch())["logprobs"].equal(scored)
+
+
+def test_images_are_refused(tiny):
+    policy = HuggingFacePolicy(str(tiny("qwen2_5_vl")))
+    data = batch()
+    data["pixel_values"] = torch.zeros(8, 3)
+    with pytest.raises(DataError, match="the batch has pixel_values, but only text"):
+        policy.train(data, NLLLossFn())
+    with pytest.raises(DataError, match="the batch has pixel_values, but only text"):
+        policy.generate(data)
+
+
 def test_a_batch_in_which_nothing_counts_takes_no_step(tiny):
     policy = HuggingFacePolicy(str(tiny()), optimizer={"lr": 1.0, "weight_decay": 0.5})
     data, before = batch(), weights(policy)

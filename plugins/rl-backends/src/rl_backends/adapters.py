@@ -41,7 +41,8 @@ def add_adapters(
     """Puts adapters into a model, which are then all that is trained.
 
     Args:
-        model: Of transformers; its linear layers are replaced in place. It may be on ``meta``.
+        model: Of transformers; its linear layers are replaced in place, but for frozen ones. It may
+            be on ``meta``.
         config: The keys ``r``, ``alpha``, ``dropout`` and ``target_modules``.
         key: Of the configuration, for errors.
         distribution: The one that has peft as its extra ``lora``.
@@ -61,12 +62,18 @@ def add_adapters(
             fix=install_command(distribution, "lora"),
             key=key,
         ) from error
+    frozen = [
+        name
+        for name, module in model.named_modules()
+        if (own := [*module.parameters(recurse=False)]) and not any(p.requires_grad for p in own)
+    ]
     settings = peft.LoraConfig(
         task_type="CAUSAL_LM",
         r=config.get("r", 16),
         lora_alpha=config.get("alpha", 32),
         lora_dropout=config.get("dropout", 0.0),
         target_modules=config.get("target_modules"),
+        exclude_modules=frozen or None,
     )
     try:
         with torch.random.fork_rng(devices=[]):

@@ -30,6 +30,8 @@ __all__ = [
 #: What of an engine's memory sleeps and wakes by itself.
 TAGS = frozenset({"weights", "kv_cache"})
 
+#: Columns that processors of images and videos make.
+_IMAGES = frozenset({"pixel_values", "pixel_values_videos", "image_grid_thw", "video_grid_thw"})
 INTEGERS = frozenset({torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64})
 
 _TOKENISE = 'tokenizer(texts, return_tensors="pt", padding=True, padding_side="right")'
@@ -75,7 +77,14 @@ def input_lengths(data: Mapping[str, Any], filler: Sequence[int] = ()) -> torch.
 
     Raises:
         DataError: Not right-padded, not consistent, or a length outside ``[1, S]``; names the row.
+            Or there are images.
     """
+    if images := sorted(_IMAGES & data.keys()):
+        raise DataError(
+            f"the batch has {images[0]}, but only text can be generated from and trained on",
+            fix="use rows without images and videos; models of images and text take rows of text",
+            key=images[0],
+        )
     ids = data.get("input_ids")
     if not _is_integer(ids) or ids.dim() != 2:
         found, fix = f"not {_found(ids)}", f"tokenise with {_TOKENISE}"

@@ -9,6 +9,7 @@ import torch
 import transformers
 from safetensors import SafetensorError
 
+from rl_backends.modalities import auto_class, freeze_other_modalities
 from rl_backends.model_files import check_remote_code, config_of
 from rl_backends.torch import checkpoints
 from rl_backends.torch.checkpoints import checkpoint_directory, quiet
@@ -32,10 +33,12 @@ def load_model(config: Mapping[str, Any], *, for_training: bool) -> PreTrainedMo
     Args:
         config: A checked configuration with the keys of
             :class:`~rl_hf.config.HuggingFaceModelConfig`.
-        for_training: Refuses quantised weights; the default dtype is then float32.
+        for_training: Refuses quantised weights; the default dtype is then float32. Of a model of
+            images and text all but its language model is frozen.
 
     Returns:
-        A causal language model, or a sequence classifier if the checkpoint is one.
+        A causal language model, alone or in a model of images and text; or a sequence classifier
+        if the checkpoint is one.
 
     Raises:
         ConfigError: The checkpoint is missing, incomplete, or wants code that is not trusted; the
@@ -56,15 +59,10 @@ def load_model(config: Mapping[str, Any], *, for_training: bool) -> PreTrainedMo
     }
     if config.get("attn_implementation"):
         arguments["attn_implementation"] = config["attn_implementation"]
-    architectures = settings.get("architectures") or [""]
-    auto_class = (
-        transformers.AutoModelForSequenceClassification
-        if architectures[0].endswith("ForSequenceClassification")
-        else transformers.AutoModelForCausalLM
-    )
+    loader = auto_class(settings.get("model_type", ""), settings.get("architectures"))
     try:
         with quiet():
-            model, info = auto_class.from_pretrained(
+            model, info = loader.from_pretrained(
                 directory, output_loading_info=True, ignore_mismatched_sizes=True, **arguments
             )
     except (OSError, ValueError, KeyError, ImportError, SafetensorError) as error:
@@ -87,6 +85,8 @@ def load_model(config: Mapping[str, Any], *, for_training: bool) -> PreTrainedMo
     if "device_map" not in arguments:
         model = model.to(device)
     loaded: PreTrainedModel = model.eval()
+    if for_training:
+        freeze_other_modalities(loaded)
     settle_attention(loaded, chosen="attn_implementation" in arguments)
     return loaded
 

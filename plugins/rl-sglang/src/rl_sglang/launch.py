@@ -194,6 +194,7 @@ def server_args(config: Mapping[str, Any], text: Any, max_model_len: int) -> dic
         "random_seed": secrets.randbits(31),
         "skip_tokenizer_init": True,
         "skip_server_warmup": True,
+        "enable_multimodal": False,  # prompts have text only: image processors are not loaded
         "grammar_backend": "none",
         "sampling_backend": SAMPLER,
         "sleep_on_idle": True,

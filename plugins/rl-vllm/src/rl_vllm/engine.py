@@ -347,6 +347,8 @@ def _arguments(
         "logprobs_mode": f"{config.get('logprobs_mode', 'processed')}_logprobs",
         "worker_extension_cls": "rl_vllm.worker.RefitExtension",
         "disable_log_stats": True,
+        # Prompts have text only: vision towers and image processors are not loaded.
+        **({} if text is model_config else {"language_model_only": True}),
         "seed": secrets.randbits(31),
         **(_ON_CPU if cpu else {}),
         "max_model_len": config.get("max_model_len"),

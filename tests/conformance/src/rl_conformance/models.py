@@ -23,12 +23,42 @@ __all__ = [
 
 _MERGES = ("an", "er", "in", "on", "re", "th", "the", "ing", "12", "34")
 _PAD, _EOS, _BOS = "<pad>", "<eos>", "<bos>"
+#: Keys that are not the language model's in a configuration for images and text.
+_OF_IMAGES = (
+    "vision_config",
+    "image_token_id",
+    "video_token_id",
+    "vision_start_token_id",
+    "vision_end_token_id",
+    "tie_word_embeddings",
+)
 
 #: Architecture families and what sets each apart.
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {"model_type": "llama", "tie_word_embeddings": False},
     "qwen2": {"model_type": "qwen2", "tie_word_embeddings": True},
     "qwen3": {"model_type": "qwen3", "tie_word_embeddings": True, "head_dim": 32},
+    "qwen2_5_vl": {
+        "model_type": "qwen2_5_vl",
+        "tie_word_embeddings": False,
+        "image_token_id": 269,
+        "video_token_id": 270,
+        "vision_start_token_id": 271,
+        "vision_end_token_id": 268,
+        "rope_parameters": {
+            "rope_type": "default",
+            "rope_theta": 1000000.0,
+            "mrope_section": [4, 6, 6],
+        },
+        "vision_config": {
+            "depth": 2,
+            "hidden_size": 64,
+            "intermediate_size": 128,
+            "out_hidden_size": 128,
+            "num_heads": 2,
+            "fullatt_block_indexes": [1],
+        },
+    },
 }
 
 
@@ -82,7 +112,9 @@ def make_tiny_model(
         dtype: Torch dtype name the weights are stored in.
         weight_scale: Factor on the initial weights. Above 1, next-token distributions are far from
             uniform, so that a mistake in them shows.
-        **overrides: Further keys of the architecture's configuration.
+        **overrides: Further keys of the architecture's configuration. With a ``vision_config``
+            the model is one of images and text; keys that are not for images describe its language
+            model.
 
     Returns:
         The directory.
@@ -90,7 +122,7 @@ def make_tiny_model(
     Raises:
         KeyError: ``family`` is not one of :data:`FAMILIES`.
     """
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
     settings = {
         "hidden_size": hidden_size,
@@ -100,7 +132,8 @@ def make_tiny_model(
         **FAMILIES[family],
         **overrides,
     }
-    return _write(Path(path), AutoModelForCausalLM, settings, seed, dtype, weight_scale)
+    factory = AutoModelForImageTextToText if "vision_config" in settings else AutoModelForCausalLM
+    return _write(Path(path), factory, settings, seed, dtype, weight_scale)
 
 
 def make_reciting_model(path: str | Path, tokens: Sequence[int]) -> Path:
@@ -178,7 +211,11 @@ def _write(
         "use_cache": True,
         **settings,
     }
-    config = AutoConfig.for_model(settings.pop("model_type"), **settings)
+    model_type = settings.pop("model_type")
+    if "vision_config" in settings:
+        whole = {key: settings.pop(key) for key in _OF_IMAGES if key in settings}
+        settings = {**whole, "text_config": settings}
+    config = AutoConfig.for_model(model_type, **settings)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         norms = torch.Generator().manual_seed(seed)

@@ -29,16 +29,19 @@ class Oracle:
     """
 
     def __init__(self, path: str | Path, dtype: str = "float32") -> None:
-        from transformers import AutoModelForCausalLM, AutoTokenizer
+        import transformers
 
-        self.model: Any = _rounded_model(AutoModelForCausalLM, path, dtype)
-        self.tokenizer: Any = AutoTokenizer.from_pretrained(path)
-        self.vocab_size = int(self.model.config.vocab_size)
+        config = transformers.AutoConfig.from_pretrained(path)
+        kind = getattr(transformers, config.architectures[0])
+        text = config.get_text_config()
+        self.model: Any = _rounded_model(kind, path, dtype)
+        self.tokenizer: Any = transformers.AutoTokenizer.from_pretrained(path)
+        self.vocab_size = int(text.vocab_size)
         self.pad_token_id = int(self.tokenizer.pad_token_id)
-        eos = self.model.config.eos_token_id
+        eos = text.eos_token_id
         self.eos_token_ids: tuple[int, ...] = tuple(eos) if isinstance(eos, list) else (eos,)
         self.eos_token_id = self.eos_token_ids[0]
-        self.context = int(self.model.config.max_position_embeddings)
+        self.context = int(text.max_position_embeddings)
 
     def logits(self, ids: Sequence[int]) -> torch.Tensor:
         """``[len(ids), V]`` float32; position t predicts token t+1."""

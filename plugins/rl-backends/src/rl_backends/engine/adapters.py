@@ -11,6 +11,7 @@ from torch import distributed as dist
 
 from rl_backends.adapters import adapter_tensors, add_adapters
 from rl_backends.engine.weights import workers_group
+from rl_backends.modalities import model_on_meta
 from rl_core.errors import CapabilityError
 from rl_core.interfaces import TensorSpec, WeightSink
 
@@ -49,11 +50,8 @@ def adapted_modules(
         ConfigError: peft is not installed, or the target modules are not in the model.
         CapabilityError: A module is not a linear layer.
     """
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    config = AutoConfig.from_pretrained(model_name, trust_remote_code=trust)
+    model = model_on_meta(model_name, dtype, trust=trust)
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, trust_remote_code=trust, dtype=dtype)
         adapted = add_adapters(model, lora, key=key, distribution=distribution)
     kind = str(dtype).removeprefix("torch.")
     return {

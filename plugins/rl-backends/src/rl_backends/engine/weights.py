@@ -16,6 +16,7 @@ from rl_backends.engine.derived_weights import check_derived, find_watch
 from rl_backends.engine.loader import regions_of
 from rl_backends.engine.rearranged import RearrangedLayers
 from rl_backends.engine.regions import Region, count_elements
+from rl_backends.modalities import model_on_meta
 from rl_core.errors import CapabilityError, ConfigError, RefitCorrupted
 from rl_core.interfaces import TensorSpec, WeightSink
 from rl_core.weights.tensors import module_tensors, tensor_specs
@@ -136,7 +137,8 @@ class LoadedWeights:
     def regions(self) -> Mapping[str, list[Region]]:
         """Where the engine keeps each tensor that owns its elements, or this worker's part of it.
 
-        Buffers that no worker keeps are kept here, so that they can be compared.
+        Buffers and frozen parameters that no worker keeps, such as those of a vision tower in an
+        engine that takes text only, are kept by the first one here, so that they can be compared.
 
         Raises:
             CapabilityError: The model cannot be followed, does not use a parameter of the trainer,
@@ -167,9 +169,10 @@ class LoadedWeights:
         for spec, (count, processed) in zip(owned, kept.tolist(), strict=True):
             if processed:
                 collected.add(spec.name)
-            if count < spec.numel and spec.role == "parameter":
+            used = spec.role == "parameter" and (spec.trainable or count)
+            if used and count < spec.numel:
                 lost.append(f"{spec.name} ({count} of {spec.numel} elements)")
-            if not count:
+            if not count and (self._workers == 1 or dist.get_rank() == 0):
                 whole = torch.zeros(spec.numel, dtype=spec.torch_dtype)
                 regions[spec.name] = [Region(whole, 0, (1,))]
         self.collected = frozenset(collected)
@@ -418,7 +421,7 @@ class CheckpointModel:
 
     @cached_property
     def specs(self) -> Sequence[TensorSpec]:
-        """The tensors, under the names that a trainer knows them by."""
+        """The tensors, under the names that a trainer has for them; of text alone are trainable."""
         return tensor_specs(module_tensors(self.model))
 
     def published(self, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -442,11 +445,5 @@ class CheckpointModel:
     @cached_property
     def model(self) -> nn.Module:
         """The model, on the meta device."""
-        from transformers import AutoConfig, AutoModelForCausalLM
-
-        config = AutoConfig.from_pretrained(self._name, trust_remote_code=self._trust)
-        with torch.device("meta"):
-            model: nn.Module = AutoModelForCausalLM.from_config(
-                config, trust_remote_code=self._trust, dtype=self.dtype
-            )
+        model: nn.Module = model_on_meta(self._name, self.dtype, trust=self._trust)
         return model

@@ -28,7 +28,12 @@ if TYPE_CHECKING:
 
     from rl_backends import ModelFacts
 
-__all__ = ["checkpoint_directory", "load_tokenizer", "model_facts", "quiet"]
+__all__ = [
+    "checkpoint_directory",
+    "load_tokenizer",
+    "model_facts",
+    "quiet",
+]
 
 _HUB_TIMEOUT_S = 5.0
 _HUB_FILES = ("*.json", "*.jinja", "*.model", "*.py", "*.safetensors", "*.txt")
