@@ -8,6 +8,7 @@ published checkpoints.
 
 from __future__ import annotations
 
+import json
 from typing import TYPE_CHECKING, Any
 
 from rl_conformance.models import FAMILIES, make_tiny_model
@@ -93,6 +94,8 @@ _MIXED = {"layer_types": ["linear_attention", "full_attention"]}
 _SLIDING = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 64}
 
 _IMAGES = {**FAMILIES["qwen2_5_vl"], "model_type": "qwen3_vl"}
+#: The key for the class that published checkpoints name where transformers writes another name.
+_CLASS = "published_class"
 
 #: Configurations by name, in the order of the alphabet.
 ARCHITECTURES: dict[str, dict[str, Any]] = {
@@ -314,7 +317,7 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     "persimmon": _HEADS,
     "phi": {"intermediate_size": 512, **_HEADS},
     "phi3": {},
-    "phimoe": _LOCAL,
+    "phimoe": {**_LOCAL, _CLASS: "PhiMoEForCausalLM"},
     "qwen2": {},
     "qwen2_5_vl": FAMILIES["qwen2_5_vl"],
     "qwen2_moe": {**_EXPERTS, "shared_expert_intermediate_size": 32},
@@ -387,4 +390,9 @@ def make_architecture(path: Path, name: str, *, seed: int = 0, **changes: Any) -
         The directory.
     """
     settings = {"model_type": name.partition(" ")[0], **ARCHITECTURES[name], **changes}
-    return make_tiny_model(path, "llama", seed=seed, **settings)
+    published = settings.pop(_CLASS, None)
+    made = make_tiny_model(path, "llama", seed=seed, **settings)
+    if published:
+        config = json.loads((made / "config.json").read_text())
+        (made / "config.json").write_text(json.dumps(config | {"architectures": [published]}))
+    return made
