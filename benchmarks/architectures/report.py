@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -39,6 +40,9 @@ _LIMITS = """
 The table does not show how well a large model runs, or what happens on a GPU. On a GPU an engine
 may rearrange weights that it leaves unchanged on a CPU; the backend then refuses refits.
 """
+_SHARED = "Models with the same reason share a number, and the text of the first of them.\n"
+#: What differs between models in the text of one reason: directories, classes and processes.
+_OF_ONE_MODEL = re.compile(r"[\w.]+-0\b|\w+(?=ForCausalLM|Config\b)|process \d+|input of size \d+")
 _KEPT = ("suite", "plugin", "engine", "transformers", "torch", "python", "platform", "date")
 
 
@@ -95,16 +99,17 @@ def to_markdown(runs: list[Run]) -> str:
         {name for column in trials for name in column},
         key=lambda name: (known.index(name) if name in known else len(known), name),
     )
-    notes: list[str] = []
+    notes: dict[tuple[str, str], list[Trial]] = {}
 
     def cell(run: Run, trial: Trial | None) -> str:
         if trial is None:
             return ""
         if not trial.reason:
             return str(trial.status)
-        notes.append(f"**{trial.architecture}**, {run.engine}: {_escaped(trial.reason)}")
+        cause = (run.engine, _OF_ONE_MODEL.sub("", trial.reason))
+        notes.setdefault(cause, []).append(trial)
         mark = f"**{trial.status}**" if trial.status.bad else str(trial.status)
-        return f"{mark} ({len(notes)})"
+        return f"{mark} ({list(notes).index(cause) + 1})"
 
     rows = []
     for name in names:
@@ -124,7 +129,10 @@ def to_markdown(runs: list[Run]) -> str:
         *rows,
     ]
     if notes:
-        lines += ["", "## Why", "", *(f"{n}. {note}" for n, note in enumerate(notes, 1))]
+        lines += ["", "## Why", "", _SHARED]
+        for number, ((engine, _), same) in enumerate(notes.items(), 1):
+            who = ", ".join(f"**{trial.architecture}**" for trial in same)
+            lines.append(f"{number}. {who}, {engine}: {_escaped(same[0].reason)}")
     return "\n".join(lines) + "\n"
 
 
