@@ -93,7 +93,6 @@ _LINEAR = {
 _MIXED = {"layer_types": ["linear_attention", "full_attention"]}
 _SLIDING = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 64}
 
-_IMAGES = {**FAMILIES["qwen2_5_vl"], "model_type": "qwen3_vl"}
 #: The key for the class that published checkpoints name where transformers writes another name.
 _CLASS = "published_class"
 
@@ -158,6 +157,20 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     "flex_olmo": {"num_experts": 4, "num_experts_per_tok": 2},
     "gemma": {**_HEAD_DIM, **_TIED},
     "gemma2": {**_HEAD_DIM, **_TIED, "hidden_act": "gelu_pytorch_tanh"},
+    "gemma3": {
+        **_HEAD_DIM,
+        **_TIED,
+        "image_token_id": 269,
+        "vision_config": {
+            "num_hidden_layers": 2,
+            "hidden_size": 64,
+            "intermediate_size": 128,
+            "num_attention_heads": 2,
+            "image_size": 56,
+            "patch_size": 14,
+        },
+        "mm_tokens_per_image": 4,
+    },
     "gemma3_text": {**_HEAD_DIM, **_TIED},
     "gemma3n_text": {
         **_HEAD_DIM,
@@ -332,10 +345,12 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     "qwen3_moe": {**_EXPERTS, **_HEAD_DIM},
     "qwen3_next": {**_EXPERTS, **_LINEAR, **_MIXED, "shared_expert_intermediate_size": 32},
     "qwen3_vl": {
-        **_IMAGES,
+        **FAMILIES["qwen2_5_vl"],
         **_HEAD_DIM,
+        "model_type": "qwen3_vl",
         "rope_parameters": {
-            **_IMAGES["rope_parameters"],
+            "rope_type": "default",
+            "rope_theta": 5000000.0,
             "mrope_section": [6, 5, 5],
             "mrope_interleaved": True,
         },

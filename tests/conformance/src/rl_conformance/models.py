@@ -30,6 +30,7 @@ _OF_IMAGES = (
     "video_token_id",
     "vision_start_token_id",
     "vision_end_token_id",
+    "mm_tokens_per_image",
     "tie_word_embeddings",
 )
 
