@@ -6,16 +6,19 @@ The interpreters are in the variable RL_ENGINES, such as ``vllm=/a/bin/python sg
 
 from __future__ import annotations
 
+import json
 import os
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from examples.additions import make_model
 from real_engines import difference, hf_policy, prompts, shake
 
 from rl_conformance.models import make_tiny_model
 from rl_core import create_generation
 from rl_core.errors import RLError
 from rl_hosting import LocalCluster
+from rl_train import train
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -97,3 +100,38 @@ def test_an_engine_of_another_environment_on_a_cluster(name, tmp_path):
         assert difference(policy, engine.generate(prompts(), greedy=True)) < 1e-4
         engine.shutdown()
         policy.shutdown()
+
+
+def last_digit(completions: list[str], **_: Any) -> list[float]:
+    """Rewards that differ with the text, of any model."""
+    return [sum(map(ord, text)) % 7 / 7 for text in completions]
+
+
+@pytest.mark.parametrize("name", PYTHONS)
+def test_a_run_of_rl_train_sends_only_adapters(name, tmp_path):
+    lora = {"r": 4, "target_modules": "all-linear"}
+    config = {
+        "model": str(make_model(tmp_path / "model", seed=0, layers=2)),
+        "output": str(tmp_path / "run"),
+        "steps": 3,
+        "batch_size": 4,
+        "grpo": {"num_generations": 4},
+        "policy": {
+            "lora": {**lora, "alpha": 6.0, "refit": "adapter"},
+            "optimizer": {"lr": 1e-2},
+        },
+        "generation": {
+            "backend": name,
+            "max_new_tokens": 4,
+            "torch_dtype": "float32",
+            f"{name}_cfg": {"python": PYTHONS[name], "lora": lora},
+        },
+        "rewards": {"functions": [f"{__file__}:last_digit"], "workers": 0},
+        "log": {"plot": None},
+    }
+    rows = [{"prompt": f"{a}+{b}=", "answer": str(a + b)} for a in range(4) for b in range(4)]
+    assert train(config, rows=rows).steps == 3
+    lines = map(json.loads, (tmp_path / "run" / "metrics.jsonl").read_text().splitlines())
+    steps = [line for line in lines if "loss" in line]
+    assert [line["weights_version"] for line in steps] == [1, 2, 3]
+    assert max(line["logprob_error/max"] for line in steps) < 1e-4
