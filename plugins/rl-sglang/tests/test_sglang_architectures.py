@@ -59,13 +59,13 @@ def build(imported, tmp_path):
     """``build(name)`` is an engine of such a model, and the checkpoint of a trainer of another."""
     engines = []
 
-    def make(name: str, **changes: Any):
+    def make(name: str, engine: Any = None, **changes: Any):
         folder = tmp_path / name.replace(" ", "_")
         paths = [
             make_architecture(folder / str(seed), name, seed=seed, **changes) for seed in (0, 1)
         ]
         config = {"model_name": str(paths[0]), "torch_dtype": "float32", "max_new_tokens": 6}
-        sglang_cfg = {"max_total_tokens": 16384}
+        sglang_cfg = {"max_total_tokens": 16384, **(engine or {})}
         engines.append(SglangGeneration(None, {**config, "sglang_cfg": sglang_cfg}))
         engines[-1].prepare_for_generation()
         return engines[-1], str(paths[1])
@@ -95,3 +95,8 @@ def test_what_computes_another_model_is_refused_when_the_engine_is_built(family,
     with pytest.raises(CapabilityError, match=REFUSED[family]) as caught:
         build(family, **changes)
     assert "sglang_cfg.refit to False" in caught.value.fix
+
+
+def test_an_engine_that_serves_adapters_is_compared_too(build):
+    with pytest.raises(CapabilityError, match=r"softcap=50\.0"):
+        build("gemma2", {"lora": {"r": 4, "target_modules": "all-linear"}})

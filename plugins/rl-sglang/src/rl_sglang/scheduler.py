@@ -13,7 +13,7 @@ import traceback
 from contextlib import suppress
 from functools import cache, partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import torch
@@ -29,8 +29,11 @@ from rl_sglang.adapters import SglangAdapters
 from rl_sglang.loading import watch_loading
 from rl_sglang.probes import find_differences
 from rl_sglang.sampler import GREEDY, RowSampler, with_seeds
-from rl_sglang.weights import EngineWeights, ModelSink, checkpoint_of
+from rl_sglang.weights import EngineWeights, ModelSink, check_same, checkpoint_of
 from rl_sglang.workers import SchedulerFailure, connect
+
+if TYPE_CHECKING:
+    from rl_core.interfaces import WeightSink
 
 __all__ = [
     "GREEDY",
@@ -120,14 +123,17 @@ def run_scheduler(
             runner = self.tp_worker.model_runner
             checkpoint = checkpoint_of(runner)
             # Here, because SGLang's loop counts the places of its cache that are in use.
-            compares = options.takes_refits and options.lora is None
-            different = find_differences(runner, checkpoint) if compares else []
+            different = find_differences(runner, checkpoint) if options.takes_refits else []
             weights = cache(lambda: EngineWeights(runner, checkpoint, different))
             adapters = cache(lambda: SglangAdapters(runner, options.lora or {}))
-            refits = WorkerRefits(
-                lambda: ModelSink(weights()) if options.lora is None else adapters(),
-                f"SGLang scheduler {tp_rank} (pid {os.getpid()})",
-            )
+
+            def make_sink() -> WeightSink:
+                if options.lora is None:
+                    return ModelSink(weights())
+                check_same(runner.model, different)
+                return adapters()
+
+            refits = WorkerRefits(make_sink, f"SGLang scheduler {tp_rank} (pid {os.getpid()})")
 
             def answer_frames() -> None:
                 """Answers the engine's process until it ends."""

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from torch import nn
 
-__all__ = ["EngineWeights", "ModelSink", "checkpoint_of"]
+__all__ = ["EngineWeights", "ModelSink", "check_same", "checkpoint_of"]
 
 #: How to build an engine that takes no refits.
 WITHOUT_REFITS = "set sglang_cfg.refit to False"
@@ -25,6 +25,25 @@ def checkpoint_of(runner: Any) -> CheckpointModel:
     """The trainer's model of the checkpoint that SGLang loaded."""
     config, trust = runner.model_config, bool(runner.server_args.trust_remote_code)
     return CheckpointModel(config.model_path, config.dtype, trust=trust)
+
+
+def check_same(model: nn.Module, different: Sequence[str]) -> None:
+    """Makes sure that SGLang's model is the trainer's.
+
+    Args:
+        model: SGLang's.
+        different: What it computes differently, in words.
+
+    Raises:
+        CapabilityError: There is something.
+    """
+    if different:
+        raise CapabilityError(
+            f"SGLang's {type(model).__name__} is not the trainer's model: {'; '.join(different)}",
+            fix="use another engine (vllm, hf), or another model; to generate without refits, "
+            f"{WITHOUT_REFITS}",
+            capability="refit",
+        )
 
 
 class EngineWeights(LoadedWeights):
@@ -72,14 +91,7 @@ class EngineWeights(LoadedWeights):
 
     def check(self) -> None:
         """See :meth:`LoadedWeights.check`; the model must also compute what the trainer's does."""
-        if self._different:
-            raise CapabilityError(
-                f"SGLang's {type(self.model).__name__} is not the trainer's model: "
-                f"{'; '.join(self._different)}",
-                fix="use another engine (vllm, hf), or another model; to generate without refits, "
-                f"{WITHOUT_REFITS}",
-                capability="refit",
-            )
+        check_same(self.model, self._different)
         self.check_derived("SGLang", fix="use a model without such layers")
 
     def hook(self, module: nn.Module) -> Callable[[], None] | None:
