@@ -28,6 +28,7 @@ from rl_conformance.faults import (
 from rl_conformance.weights import engine_weights, policy_weights, same_weights
 from rl_core.errors import CapabilityError, ConfigError, ManifestMismatchError, RefitError
 from rl_core.weights import RefitSender, refit
+from rl_hosting import LocalCluster
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -352,3 +353,18 @@ def test_what_adapters_rule_out_is_refused_when_the_engine_is_built(kind, given,
         start("llama", SERVED | given, **EXACT)
     if key:
         assert caught.value.details["key"] == f"{kind.section}.{key}"
+
+
+def test_replicas_on_a_cluster_commit_one_adapter(kind, adapted, tiny):
+    config = {"model_name": str(tiny("qwen2")), "max_new_tokens": 6, **EXACT}
+    policy = adapted("qwen2")
+    with LocalCluster(2) as cluster:
+        engine = kind.build({**config, "num_generations": 2}, SERVED, cluster)
+        engine.prepare_for_generation()
+        for seed in (2, 3):
+            change(policy, seed)
+            assert refit(policy, engine, deadline_s=60.0).receivers == 2
+            output = engine.generate(prompts(5))
+            assert output.size == 10
+            assert difference(policy, output) < 1e-4
+        engine.shutdown()
