@@ -31,8 +31,8 @@ def choose_torch() -> None:
     keys and values of another size than the cache has.
     """
     AttentionBackendRegistry.register("torch_native", lambda *_: AttnForwardMethod.MLA)
-    afmoe.fused_moe = _run_experts
-    qwen2_moe.fused_gate_sigmoid_mul_add = _add_gated
+    afmoe.fused_moe = run_experts
+    qwen2_moe.fused_gate_sigmoid_mul_add = add_gated
 
 
 def ignore_pinning() -> None:
@@ -54,20 +54,22 @@ def ignore_pinning() -> None:
     module.Tensor.pin_memory = lambda tensor, *_: tensor
 
 
-def _run_experts(
+def run_experts(
     hidden_states: torch.Tensor, w1: torch.Tensor, w2: torch.Tensor, topk_output: Any, **how: Any
 ) -> torch.Tensor:
+    """Experts one after the other, as SGLang's layer for experts runs them without Triton."""
     config = how["moe_runner_config"]
     experts = SimpleNamespace(num_experts=len(w1), w13_weight=w1, w2_weight=w2)
     found: torch.Tensor = moe_forward_native(experts, hidden_states, topk_output, config)
     return found * (config.routed_scaling_factor or 1.0)
 
 
-def _add_gated(
+def add_gated(
     hidden_states: torch.Tensor,
     gate_weight: torch.Tensor,
     shared_output: torch.Tensor,
     final_hidden_states: torch.Tensor,
 ) -> None:
+    """Adds what the shared experts made, as far as their gate lets it."""
     gate = torch.sigmoid(hidden_states @ gate_weight)
     final_hidden_states += gate[:, None] * shared_output

@@ -23,7 +23,14 @@ if TYPE_CHECKING:
 
     from rl_backends.engine.weights import CheckpointModel
 
-__all__ = ["find_differences"]
+__all__ = [
+    "compare_activations",
+    "compare_attention",
+    "compare_head",
+    "compare_positions",
+    "find_differences",
+    "record_attention",
+]
 
 #: Tokens of a row, and the window of attention that is compared, whatever the model's is.
 _TOKENS, _WINDOW = 12, 8
@@ -51,7 +58,7 @@ def find_differences(runner: Any, checkpoint: CheckpointModel) -> list[str]:
         checkpoint: The trainer's model.
     """
     found: list[str] = []
-    for compare in (_compare_head, _compare_activations, _compare_positions, _compare_attention):
+    for compare in (compare_head, compare_activations, compare_positions, compare_attention):
         try:
             found += compare(runner, checkpoint.model)
         except Exception as error:  # each model has its own code
@@ -59,7 +66,7 @@ def find_differences(runner: Any, checkpoint: CheckpointModel) -> list[str]:
     return found
 
 
-def _compare_head(runner: Any, trainer: nn.Module) -> Iterator[str]:
+def compare_head(runner: Any, trainer: nn.Module) -> Iterator[str]:
     """A bias of the last layer must move logits."""
     del trainer
     head: Any = getattr(runner.model, "lm_head", None)
@@ -75,7 +82,7 @@ def _compare_head(runner: Any, trainer: nn.Module) -> Iterator[str]:
         yield "the bias of the last layer (lm_head.bias) has no effect on logits"
 
 
-def _compare_activations(runner: Any, trainer: nn.Module) -> Iterator[str]:
+def compare_activations(runner: Any, trainer: nn.Module) -> Iterator[str]:
     """Every activation of the engine must be one of the trainer's."""
     x = torch.linspace(-4, 4, 64, device=runner.device)
     wanted = {
@@ -95,7 +102,7 @@ def _compare_activations(runner: Any, trainer: nn.Module) -> Iterator[str]:
             yield f"its activation {name} differs from {', '.join(wanted)} by {apart:.1e}"
 
 
-def _compare_positions(runner: Any, trainer: nn.Module) -> Iterator[str]:
+def compare_positions(runner: Any, trainer: nn.Module) -> Iterator[str]:
     """The frequencies of rotary positions must be the trainer's; of any of its layers."""
     wanted = []
     for module in {type(one): one for one in trainer.modules() if _frequencies(one)}.values():
@@ -121,12 +128,12 @@ def _frequencies(module: nn.Module) -> list[torch.Tensor]:
     ]
 
 
-def _compare_attention(runner: Any, trainer: nn.Module) -> Iterator[str]:
+def compare_attention(runner: Any, trainer: nn.Module) -> Iterator[str]:
     """Attention of torch must have the caps and windows that the trainer's attention has."""
     backend = runner.attn_backend
     if type(backend).__name__ != "TorchNativeAttnBackend":
         return  # others take batches that only SGLang's scheduler makes
-    calls = _record_attention(trainer)
+    calls = record_attention(trainer)
     layers = [one for one in runner.model.modules() if hasattr(one, "logit_cap")]
     layers += getattr(runner.model, "attention_instances", {}).values()
     seen = set()
@@ -154,7 +161,7 @@ def _compare_attention(runner: Any, trainer: nn.Module) -> Iterator[str]:
                 return
 
 
-def _record_attention(trainer: Any) -> dict[int, _Attention]:
+def record_attention(trainer: Any) -> dict[int, _Attention]:
     """How layers of the trainer's model call attention, in a run that has no contents.
 
     It ends where experts want contents; the layers before have been recorded.
