@@ -338,7 +338,7 @@ class RearrangedLayers:
                 self.renewed.append(path)
 
     def _layer(self, name: str, *, collected: bool) -> RearrangedLayer | None:
-        """A module whose hook, run again, makes what the engine has."""
+        """A layer, if its hook makes again what the engine has."""
         module, plain = self._modules[name], self._watch.plain[name]
         if (hook := self._hook(module)) is None:
             return None
