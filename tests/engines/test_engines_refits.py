@@ -17,10 +17,11 @@ from real_engines import (
     refit_every_way,
     shake,
 )
+from transformers import AutoModelForImageTextToText
 
 from rl_backends import Row, SamplingParams
 from rl_conformance.weights import engine_weights, policy_weights
-from rl_core.errors import ManifestMismatchError, RefitError
+from rl_core.errors import DataError, ManifestMismatchError, RefitError
 from rl_core.weights import refit
 
 if TYPE_CHECKING:
@@ -84,6 +85,24 @@ def test_refits_bring_the_engine_to_the_policy(kind, case, start, tiny):
         assert (engine.weights_version, engine.weights_origin) == (seed, policy.weights_origin)
         for greedy in (True, False):
             assert difference(policy, engine.generate(prompts(), greedy=greedy)) < 1e-4
+    policy.shutdown()
+
+
+def test_a_module_of_images_and_text_is_sent_whole(kind, start, tiny):
+    engine = start("qwen2_5_vl", torch_dtype="float32")
+    module = AutoModelForImageTextToText.from_pretrained(tiny("qwen2_5_vl"))
+    policy = hf_policy(tiny("qwen2_5_vl"))
+    shake(policy)
+    module.load_state_dict(policy.model.state_dict())
+    refit(module, engine, deadline_s=60.0, verify="installed")
+    assert difference(policy, engine.generate(prompts(), greedy=True)) < 1e-4
+    installed = engine_weights(engine)
+    for name, weight in policy_weights(policy).items():
+        assert torch.equal(installed[name], weight), name
+    data = prompts()
+    data["pixel_values"] = torch.zeros(data.size, 3)
+    with pytest.raises(DataError, match="the batch has pixel_values"):
+        engine.generate(data)
     policy.shutdown()
 
 

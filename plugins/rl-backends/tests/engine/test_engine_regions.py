@@ -428,7 +428,9 @@ class Dropping(nn.Module):
     [
         ([spec("head", 4, 2), spec("bias", 4)], r"bias \(0 of 4 elements\)"),
         ([spec("head", 5, 2)], r"head \(8 of 10 elements\)"),
+        ([TensorSpec("head", (5, 2), "float32", trainable=False)], r"head \(8 of 10 elements\)"),
         ([spec("head", 4, 2), TensorSpec("mask", (4,), "float32", role="buffer")], ""),
+        ([spec("head", 4, 2), TensorSpec("mask", (4,), "float32", trainable=False)], ""),
     ],
 )
 def test_what_the_engine_does_not_use_of_the_trainer_is_refused(specs, says):
