@@ -90,6 +90,16 @@ _LINEAR = {
     "linear_value_head_dim": 32,
     **_HEAD_DIM,
 }
+#: What vLLM's kernels for CPUs want; and no choice of experts, which rounding would change. With
+#: smaller weights, rounding does not hide what is wrong.
+_LINEAR_BFLOAT16 = {
+    **_LINEAR,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "dtype": "bfloat16",
+    "weight_scale": 4.0,
+}
+_EVERY_EXPERT = {**_EXPERTS, "num_experts_per_tok": 4}
 _MIXED = {"layer_types": ["linear_attention", "full_attention"]}
 _SLIDING = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 64}
 
@@ -341,9 +351,22 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
         **_MIXED,
         "shared_expert_intermediate_size": 32,
     },
+    "qwen3_5_moe_text in bfloat16": {
+        **_EVERY_EXPERT,
+        **_LINEAR_BFLOAT16,
+        **_MIXED,
+        "shared_expert_intermediate_size": 32,
+    },
     "qwen3_5_text": {**_LINEAR, **_MIXED},
+    "qwen3_5_text in bfloat16": {**_LINEAR_BFLOAT16, **_MIXED},
     "qwen3_moe": {**_EXPERTS, **_HEAD_DIM},
     "qwen3_next": {**_EXPERTS, **_LINEAR, **_MIXED, "shared_expert_intermediate_size": 32},
+    "qwen3_next in bfloat16": {
+        **_EVERY_EXPERT,
+        **_LINEAR_BFLOAT16,
+        **_MIXED,
+        "shared_expert_intermediate_size": 32,
+    },
     "qwen3_vl": {
         **FAMILIES["qwen2_5_vl"],
         **_HEAD_DIM,
