@@ -97,7 +97,7 @@ _LINEAR_BFLOAT16 = {
     "linear_key_head_dim": 128,
     "linear_value_head_dim": 128,
     "dtype": "bfloat16",
-    "weight_scale": 4.0,
+    "weight_scale": 1.5,
 }
 _EVERY_EXPERT = {**_EXPERTS, "num_experts_per_tok": 4}
 _MIXED = {"layer_types": ["linear_attention", "full_attention"]}
