@@ -33,8 +33,9 @@ _MEANINGS = {
 _INTRODUCTION = """\
 Which models an engine can take in a refit. `benchmarks/try_architectures.py` writes this page. For
 each architecture it makes a tiny random checkpoint, starts the engine with it, compares log-probs
-with transformers in float32, refits the engine with other weights, reads the installed weights
-back, and compares log-probs again.
+with transformers in float32 (or in the dtype that the row names), refits the engine with other
+weights, reads the installed weights back, and compares log-probs again. Weights of which an engine
+keeps only what it computed from them are not read back.
 """
 _LIMITS = """
 The table does not show how well a large model runs, or what happens on a GPU. On a GPU an engine
