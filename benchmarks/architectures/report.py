@@ -34,12 +34,13 @@ _INTRODUCTION = """\
 Which models an engine can take in a refit. `benchmarks/try_architectures.py` writes this page. For
 each architecture it makes a tiny random checkpoint, starts the engine with it, compares log-probs
 with transformers in float32 (or in the dtype that the row names), refits the engine with other
-weights, reads the installed weights back, and compares log-probs again. Weights of which an engine
-keeps only what it computed from them are not read back.
+weights, reads the installed weights back, and compares log-probs again. If an engine keeps only
+what it computed from some weights, these are not read back.
 """
 _LIMITS = """
 The table does not show how well a large model runs, or what happens on a GPU. On a GPU an engine
-may rearrange weights that it leaves unchanged on a CPU; the backend then refuses refits.
+may rearrange weights that it leaves unchanged on a CPU. A refit then runs the engine's own code for
+this again. If that does not give the same result, the backend refuses refits.
 """
 _SHARED = "Models with the same reason share a number, and the text of the first of them.\n"
 #: What differs between models in the text of one reason: directories, classes and processes.
