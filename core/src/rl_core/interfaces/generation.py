@@ -101,7 +101,7 @@ class GenerationInterface(ABC):
 
     @property
     def weights_origin(self) -> int:
-        """Identifies the trainer of that version, which counts alone; 0 until a refit commits."""
+        """Identifies the trainer that counts this version; 0 until the first refit commits."""
         return 0
 
     @property

@@ -81,7 +81,7 @@ def input_lengths(data: Mapping[str, Any], filler: Sequence[int] = ()) -> torch.
     """
     if images := sorted(_IMAGES & data.keys()):
         raise DataError(
-            f"the batch has {images[0]}, but only text can be generated from and trained on",
+            f"the batch has {images[0]}, but engines and policies take only text",
             fix="use rows without images and videos; models of images and text take rows of text",
             key=images[0],
         )

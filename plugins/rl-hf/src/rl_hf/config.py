@@ -72,7 +72,7 @@ class LoraConfig(TypedDict, total=False):
         target_modules: Names of the modules that get an adapter; ``"all-linear"`` for every linear
             layer except the output. Default: peft's choice for the architecture.
         refit: What a refit sends: ``"merged"``: the full weights, with the adapters added;
-            ``"adapter"``: the adapters alone, for an engine with the same ``r`` and
+            ``"adapter"``: only the adapters, for an engine with the same ``r`` and
             ``target_modules`` in its own ``lora``. Default ``"merged"``.
     """
 

@@ -29,7 +29,7 @@ BACKEND = BackendManifest(
             "collective": _FULL,
             "staged": Capability("full", reason="with memory for a second copy of the weights"),
             "kv_scales": Capability("unsupported", reason="the KV cache has the model's dtype"),
-            "adapters": Capability("unsupported", reason="a refit brings merged weights"),
+            "adapters": Capability("unsupported", reason="a refit sends merged weights"),
         },
         "policy": {
             "topk_logits": _FULL,

@@ -101,8 +101,8 @@ class EngineBackend(HostedGeneration):
         for key, value in {"load_format": "dummy", "sleep_level": 2, "refit": False}.items():
             if engine.get("lora") is not None and engine.get(key) == value:
                 raise ConfigError(
-                    f"{section}.{key} is {value!r}, but an engine with {section}.lora needs the "
-                    "base weights of its checkpoint, and refits, which send adapters alone",
+                    f"{section}.{key} is {value!r}, but an engine with {section}.lora must have "
+                    "its checkpoint's base weights and take refits, which send only adapters",
                     fix=f"leave {section}.{key} out, or leave {section}.lora out and refit merged "
                     "weights",
                     key=f"{section}.{key}",

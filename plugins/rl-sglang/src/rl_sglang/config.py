@@ -31,9 +31,9 @@ class SglangEngineConfig(TypedDict, total=False):
         disable_radix_cache: Drop keys and values of prompts as soon as a row ends.
         load_format: ``"dummy"`` starts with random weights, which the first refit replaces.
         random_seed: SGLang's seed; rows have their own seeds. Default: a random one.
-        lora: Serve the policy's adapters, which refits then bring alone (not SGLang's key); the
+        lora: Serve the policy's adapters; a refit then sends only these (not SGLang's key). The
             policy needs ``lora.refit`` ``"adapter"``. See :class:`EngineLoraConfig`. Default:
-            refits bring all weights.
+            refits send all weights.
         refit: Whether the engine takes refits (not SGLang's key). True refuses a model that cannot
             take one, when the engine is created. False is for an engine that only generates.
             Default True.

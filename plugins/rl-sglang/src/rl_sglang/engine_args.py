@@ -173,8 +173,8 @@ REFUSED: dict[str, Reason] = {
         ),
         (
             Reason(
-                "rl-sglang sets it for the adapters that refits bring",
-                "set sglang_cfg.lora; without it the trainer sends merged weights",
+                "rl-sglang sets it for the adapters that refits send",
+                "set sglang_cfg.lora; without that key, the trainer sends merged weights",
             ),
             """
             enable_lora enable_lora_overlap_loading experts_shared_outer_loras lora_backend

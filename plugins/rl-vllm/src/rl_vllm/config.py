@@ -30,9 +30,9 @@ class VllmEngineConfig(TypedDict, total=False):
         load_format: ``"dummy"`` starts with random weights, which the first refit replaces.
         enable_prefix_caching: Keep the keys and values of prompts between calls. Default: vLLM's
             own; on the CPU False for models with recurrent layers.
-        lora: Serve the policy's adapters, which refits then bring alone (not vLLM's key); the
+        lora: Serve the policy's adapters; a refit then sends only these (not vLLM's key). The
             policy needs ``lora.refit`` ``"adapter"``. See :class:`EngineLoraConfig`. Default:
-            refits bring all weights.
+            refits send all weights.
         refit: Whether the engine takes refits (not vLLM's key). True refuses a model that cannot
             take one, when the engine is created. False is for an engine that only generates.
             Default True.

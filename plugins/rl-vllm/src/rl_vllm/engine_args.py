@@ -113,8 +113,8 @@ REFUSED: dict[str, Reason] = _table(
         ),
         (
             Reason(
-                "rl-vllm sets it for the adapters that refits bring",
-                "set vllm_cfg.lora; without it the trainer sends merged weights",
+                "rl-vllm sets it for the adapters that refits send",
+                "set vllm_cfg.lora; without that key, the trainer sends merged weights",
             ),
             """
             default_mm_loras enable_lora enable_mixed_moe_lora_format enable_moe_shared_loras

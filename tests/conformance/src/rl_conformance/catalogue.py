@@ -366,7 +366,7 @@ _ENTRIES = (
     Clause("R15", 'verify="installed" catches a loader that does not load', tolerance=_DECLARED),
     Clause(
         "R16",
-        "adapters arrive alone, beside those that serve",
+        "a refit sends only adapters, and the old ones serve until it commits",
         capability="adapters",
         tolerance=_DECLARED,
         scope="adapters of all linear layers but the output; the trainer is the suite's own",

@@ -1,4 +1,4 @@
-"""The sink of an engine that serves adapters: a refit brings A and B, not weights."""
+"""The sink of an engine that serves adapters: a refit sends A and B, not weights."""
 
 from __future__ import annotations
 
@@ -139,7 +139,7 @@ class AdapterSink(WeightSink, ABC):
         ]
         if lost:
             raise CapabilityError(
-                f"the engine serves no adapter of these modules, or only a part of it "
+                f"the engine does not serve adapters of these modules, or drops a part of them "
                 f"({len(lost)} tensors): {', '.join(lost[:5])}",
                 fix="leave them out of lora.target_modules on both sides, or refit merged weights",
                 capability="adapters",

@@ -10,7 +10,7 @@ __all__ = ["EngineLoraConfig"]
 
 
 class EngineLoraConfig(TypedDict, total=False):
-    """The adapters that refits bring to an engine: those of the policy; needs peft.
+    """The adapters that refits send to an engine: those of the policy. Needs peft.
 
     Attributes:
         r: Rank, the same as in the policy's ``lora``. Default 16.

@@ -421,7 +421,7 @@ class CheckpointModel:
 
     @cached_property
     def specs(self) -> Sequence[TensorSpec]:
-        """The tensors, under the names that a trainer has for them; of text alone are trainable."""
+        """The tensors, by a trainer's names; only those of the language model are trainable."""
         return tensor_specs(module_tensors(self.model))
 
     def published(self, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:

@@ -30,7 +30,7 @@ BACKEND = BackendManifest(
             "kv_scales": Capability(
                 "unsupported", reason="the server has no route for scales of its cache"
             ),
-            "adapters": Capability("not_implemented", reason="a refit brings merged weights"),
+            "adapters": Capability("not_implemented", reason="a refit sends merged weights"),
         }
     },
     engine=EngineRequirement(("aiohttp",), ">=3.10,<4", extra="server"),

@@ -1,4 +1,4 @@
-"""R16: refits that bring adapters alone."""
+"""R16: refits that send only adapters."""
 
 from __future__ import annotations
 

@@ -48,7 +48,7 @@ class ReferenceGeneration(GenerationBackend):
         model_name: Directory of the checkpoint.
         torch_dtype: Of the weights.
         kv_cache_dtype: ``"fp8"`` rounds keys and values as such a cache would.
-        lora: The rank ``r`` of adapters, which refits then bring alone.
+        lora: The rank ``r`` of adapters; a refit then sends only these.
         **config: See :class:`rl_core.interfaces.GenerationConfig`.
     """
 
