@@ -14,7 +14,7 @@ from torch import nn
 
 from rl_backends.engine import loader
 from rl_backends.engine.regions import Region
-from rl_backends.engine.weights import CheckpointModel, LoadedWeights
+from rl_backends.engine.weights import CheckpointModel, LoadedSink, LoadedWeights
 from rl_core.errors import CapabilityError, RefitCorrupted
 from rl_core.interfaces import TensorSpec
 
@@ -179,6 +179,22 @@ def test_rows_and_columns_of_joined_tensors_are_found(dim, sizes, other, cuts):
             region.write(0, tensor.flatten())
     wanted = whole[begins[0] :, begins[1] :][: counts[0], : counts[1]]
     assert torch.equal(model.weight, wanted)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [lambda x: x.mul_(2), lambda x: x.zero_(), lambda x: x[:1].copy_(torch.ones(1, 2))],
+)
+def test_joined_tensors_that_are_changed_are_refused(change):
+    class Changing(Joining):
+        def load_weights(self, weights) -> None:
+            whole = torch.cat([tensor for _, tensor in weights])
+            change(whole)
+            self.weight.data.copy_(whole)
+
+    model = Changing(0, None)
+    with pytest.raises(CapabilityError, match="changes the values of a, b"):
+        regions_of(model, [spec("a", 3, 2), spec("b", 4, 2)], torch.float32)
 
 
 def test_joined_tensors_that_are_turned_are_refused():
@@ -401,8 +417,13 @@ def test_what_a_loader_computes_is_read_only_where_the_engine_has_it():
     assert model.weight.eq(1).all()
     with pytest.raises(RefitCorrupted, match="w: the engine has other values"):
         list(weights.read(["w"]))  # what it was loaded with is not known
-    region.write(0, torch.arange(6.0))
-    weights.renew()
+    sink = LoadedSink(weights)
+    sink.begin(1)
+    sink.fail()  # before anything was written
+    assert model.weight.eq(1).all()
+    sink.write("w", 0, torch.arange(6.0), of=spec("w", 3, 2))
+    assert region.place.flatten().tolist() == [0, 1, 2, 3, 4, 5]
+    sink.finish(1)
     [(_, tensor)] = weights.read(["w"])
     assert tensor.equal(torch.arange(6.0).view(3, 2))
     model.weight[0, 0] += 1

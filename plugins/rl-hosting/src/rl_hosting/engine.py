@@ -8,7 +8,7 @@ from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, Any, Self
 
 from rl_backends import FailedRow, Row, SamplingParams
-from rl_core.errors import ConfigError, PluginError, RLError
+from rl_core.errors import CapabilityError, ConfigError, PluginError, RLError
 from rl_hosting._messages import Reply, Request, decode, encode, error_of
 
 if TYPE_CHECKING:
@@ -106,9 +106,9 @@ class Engine(ABC):
 
     def _ask_workers(self, request: Request) -> list[Any]:
         answers = [decode(one, type=Reply) for one in self.call_workers(encode(request))]
-        for answer in answers:
-            if (error := error_of(answer)) is not None:
-                raise error
+        errors = [error for answer in answers if (error := error_of(answer)) is not None]
+        if errors:  # of those that only waited for another worker's, none
+            raise min(errors, key=lambda e: not isinstance(e, CapabilityError | ConfigError))
         return [answer.value for answer in answers]
 
     def check_rows(self, model: str) -> None:

@@ -75,9 +75,11 @@ def compare_head(runner: Any, trainer: nn.Module) -> Iterator[str]:
     compute = runner.model.logits_processor._compute_lm_head
     hidden = torch.ones(1, head.weight.shape[1], dtype=head.weight.dtype, device=runner.device)
     kept, before = head.bias.clone(), compute(hidden, head)
-    head.bias.fill_(1000.0)
-    moved = not torch.equal(before, compute(hidden, head))
-    head.bias.copy_(kept)
+    try:
+        head.bias.fill_(1000.0)
+        moved = not torch.equal(before, compute(hidden, head))
+    finally:
+        head.bias.copy_(kept)
     if not moved:
         yield "the bias of the last layer (lm_head.bias) has no effect on logits"
 

@@ -609,7 +609,7 @@ class ReceiveJob(Job[ReceiverSession]):
                 if isinstance(self._sink, StagedSink) and self._tore and untouched:
                     self.endpoint.torn = False  # all is as it was
         except Exception as error:
-            self.endpoint.forget()
+            self.endpoint.dropped()
             raise WeightsTornError(
                 f"{self.endpoint.name}: WeightSink.fail raised after a refit failed: "
                 f"{type(error).__name__}: {error}",

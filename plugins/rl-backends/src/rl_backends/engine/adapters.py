@@ -154,6 +154,11 @@ class AdapterSink(WeightSink, ABC):
         if not self._checked:
             self.check()
         self._checked, self._before = True, None
+        if self._workers > 1:
+            both = torch.tensor([self.serving, -self.serving])
+            dist.all_reduce(both, dist.ReduceOp.MAX, group=self._group)
+            if int(both.sum()):  # a commit reached only some workers: what they serve is torn
+                self.serving = 0
 
     def targets(self) -> Mapping[str, torch.Tensor]:
         """Memory of the host; the engine itself is not written to."""
@@ -174,9 +179,10 @@ class AdapterSink(WeightSink, ABC):
     def fail(self) -> None:
         """Returns to the adapter that served before."""
         if self._before is not None:
-            self.unload(self.serving)
+            failed = self.serving
             self.serving, self.version = self._before
             self._before = None
+            self.unload(failed)
 
     @torch.no_grad()
     def read(self, names: Iterable[str]) -> Iterator[tuple[str, torch.Tensor]]:

@@ -107,8 +107,9 @@ class LoadWatch:
         plain = {name: _without_memory(module) for name, module in model.named_modules()}
         contents, kept = self._copy_containers(model), set[int]()
         for name, module in model.named_modules():
-            if _forms(self.plain[name]).items() <= _forms(plain[name]).items():
-                self.plain[name] = plain[name]  # a loader may add parameters
+            # A loader may add modules and parameters.
+            if _forms(self.plain.setdefault(name, {})).items() <= _forms(plain[name]).items():
+                self.plain[name] = plain[name]
             else:  # its hook has run while it was loaded
                 self.rearranged += [f"{name}.{key}" for key in self.plain[name]]
                 kept |= containers_of(module, model, self.skipped).keys()

@@ -9,6 +9,7 @@ ways: to write, and to read back.
 from __future__ import annotations
 
 import math
+import threading
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
@@ -159,15 +160,21 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Where the elements of a tensor come from, if it is marked."""
         return self._origins.get(tensor.untyped_storage().data_ptr())
 
+    def _is_read(self, tensor: torch.Tensor) -> bool:
+        """Whether its elements come from the checkpoint."""
+        storage = tensor.untyped_storage().data_ptr()
+        return storage in self._origins or storage in self._joined
+
     def _note_change(self, target: torch.Tensor) -> None:
         """Something is written, perhaps over a copy, or into a tensor that is yet to be copied.
 
         Nobody could follow either.
         """
-        origin = self.origin(target)
-        copied = self._copied.get(target.untyped_storage().data_ptr())
-        if name := copied or (origin and origin.name):
-            self.changed.append(name)
+        storage = target.untyped_storage().data_ptr()
+        parts, _ = self._joined.get(storage, ((), 0))
+        for origin in map(self.origin, (target, *parts)):
+            if name := self._copied.get(storage) or (origin and origin.name):
+                self.changed.append(name)
 
     def _join(self, parts: Sequence[torch.Tensor], dim: int = 0) -> torch.Tensor:
         """A tensor of marked ones, one behind the other."""
@@ -258,7 +265,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if func._schema.name.endswith("_") and not func._schema.name.endswith("__"):
             if each and func not in _FILLS:
                 self._compute_in_place(args[0], partial(_apply, func, args[1:], given))
-            elif self.origin(args[0]) or func not in _FILLS:  # a parameter's padding is filled
+            elif func not in _FILLS or self._is_read(args[0]):  # a parameter's padding is filled
                 self._note_change(args[0])
             return args[0]
         found: torch.Tensor | None
@@ -284,12 +291,14 @@ def _in_this_thread() -> Iterator[None]:
     Other threads would write what the tensors without contents have.
     """
 
-    def submit(_: Any, work: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+    def submit(pool: Any, work: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+        if threading.get_ident() != here:
+            return before(pool, work, *args, **kwargs)
         done: Future[Any] = Future()
         done.set_result(work(*args, **kwargs))
         return done
 
-    before = ThreadPoolExecutor.submit
+    before, here = ThreadPoolExecutor.submit, threading.get_ident()
     ThreadPoolExecutor.submit = submit  # type: ignore[method-assign]
     try:
         yield

@@ -336,6 +336,7 @@ class RearrangedLayers:
                 made |= {_storage(one) for one in layer.tensors().values()}
             if _storage(tensor) in made:
                 self.renewed.append(path)
+        watch.samples.clear()
 
     def _layer(self, name: str, *, collected: bool) -> RearrangedLayer | None:
         """A layer, if its hook makes again what the engine has."""

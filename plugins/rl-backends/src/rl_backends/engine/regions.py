@@ -101,11 +101,13 @@ class Region(NamedTuple):
         """Puts the engine's elements where they belong in the whole tensor, 1-D."""
         whole.as_strided(self.target.shape, self.strides, self.first).copy_(self.place)
 
-    def fill(self, whole: torch.Tensor) -> None:
-        """Takes what it was loaded with, unless that is not what the engine computed with."""
+    def fill(self, whole: torch.Tensor) -> bool:
+        """Takes what it was loaded with; False if that is not what the engine computed with."""
         self.write(0, whole.flatten())
-        if not torch.equal(self.computed, self.target):
+        filled = torch.equal(self.computed, self.target)
+        if not filled:
             self.place.zero_()
+        return filled
 
     def renew(self) -> None:
         """Computes the engine's elements of what was written."""

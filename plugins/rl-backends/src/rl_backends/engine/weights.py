@@ -58,7 +58,9 @@ class LoadedWeights:
         self.checkpoint = checkpoint
         self._workers = workers
         self._without_refits = without_refits
-        self._computed: list[Region] = []
+        self._computed: dict[str, list[Region]] = {}
+        #: Names of those tensors of which it is known what the engine computed with.
+        self._known: set[str] = set()
         #: Names of tensors that some worker has only as its engine's hook processed them.
         self.collected: frozenset[str] = frozenset()
 
@@ -192,11 +194,12 @@ class LoadedWeights:
                 capability="refit",
             )
         for name, found in regions.items():
-            computed = [region for region in found if region.steps]
-            self._computed += computed
-            if computed and (tensor := self.checkpoint.loaded(name)) is not None:
-                for region in computed:
-                    region.fill(tensor)
+            if not (computed := [region for region in found if region.steps]):
+                continue
+            self._computed[name] = computed
+            if (tensor := self.checkpoint.loaded(name)) is not None:
+                filled = [region.fill(tensor) for region in computed]
+                self._known |= {name} if all(filled) else set()
         return regions
 
     @cached_property
@@ -219,9 +222,20 @@ class LoadedWeights:
         return found
 
     def renew(self) -> None:
-        """Computes the engine's parameters where its loader does more than to copy."""
-        for region in self._computed:
+        """Computes the engine's parameters where its loader does more than to copy.
+
+        What was neither written nor read from files is left as the engine has it.
+        """
+        for region in (one for name in self._known for one in self._computed[name]):
             region.renew()
+
+    def write(self, name: str, offset: int, data: torch.Tensor) -> None:
+        """Writes elements of a tensor to wherever this worker has them; see :meth:`renew`."""
+        if name in self._computed:
+            self._known.add(name)
+        for region in self.regions[name]:
+            region.write(offset, data)
+        self.layers.write(name, offset, data)
 
     def read(self, names: Iterable[str]) -> Iterator[tuple[str, torch.Tensor | None]]:
         """Puts whole tensors together again; all workers of an engine read at the same time.
@@ -377,9 +391,7 @@ class LoadedSink(WeightSink):
     @torch.no_grad()
     def write(self, name: str, offset: int, data: torch.Tensor, *, of: TensorSpec) -> None:
         """See :meth:`WeightSink.write`."""
-        for region in self._loaded.regions[name]:
-            region.write(offset, data)
-        self._loaded.layers.write(name, offset, data)
+        self._loaded.write(name, offset, data)
 
     def targets(self) -> Mapping[str, torch.Tensor] | None:
         """See :meth:`WeightSink.targets`."""
