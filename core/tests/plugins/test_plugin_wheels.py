@@ -233,7 +233,7 @@ def test_broken_backend_is_listed_with_its_cause_and_bricks_nothing(env: Environ
 def test_incomplete_manifest_is_broken(env: Environment) -> None:
     error = env.list()["rl-partial:partial"]["error"]
     assert error["type"] == "BrokenPluginError"
-    assert "does not declare async_generation" in error["message"]
+    assert "does not declare adapters, async_generation" in error["message"]
 
 
 def test_plugin_for_another_contract_version_is_incompatible(env: Environment) -> None:

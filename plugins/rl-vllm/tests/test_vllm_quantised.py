@@ -22,10 +22,13 @@ from real_engines import hf_policy, prompts, shake
 from rl_core.errors import CapabilityError
 from rl_core.weights import refit
 from rl_vllm.environment import engine_environment
-from rl_vllm.weights import EngineWeights
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+pytest.importorskip("vllm")
+
+from rl_vllm.weights import EngineWeights
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 

@@ -106,7 +106,7 @@ def a_failed_refit_leaves_the_old_adapter(ctx: Context, fault: Any, how: dict[st
         _serves(ctx, trainer, engine, engine.weights_version)
 
 
-@check("R16", needs=("generation",), capability="staged")
+@check("R16", needs=("generation",))
 def the_old_adapter_serves_meanwhile(ctx: Context) -> None:
     """While a staged one arrives the engine generates, with the old one."""
     trainer, generation, seen = adapter_trainer(ctx), serving_adapters(ctx), []
