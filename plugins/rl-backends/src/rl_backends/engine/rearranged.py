@@ -7,7 +7,9 @@ and copies the result to where the engine keeps its tensors, so that CUDA graphs
 layers these are was measured while the model was loaded (:class:`LoadWatch`), not looked up by
 name. When the engine starts, the hook of each runs once more: with the weights that were loaded it
 must make what the engine has, which is tried with one layer of each kind; with numbers that mean
-nothing it must make tensors of the same shapes, dtypes and strides.
+nothing it must make tensors of the same shapes, dtypes and strides. Of layers that the engine
+processes while it loads them nobody has the weights that were loaded, so that only the second is
+tried with these.
 """
 
 from __future__ import annotations
