@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import threading
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -24,6 +26,7 @@ from simple_pair import (
     same,
 )
 
+from rl_core import testing
 from rl_core.errors import CapabilityError, LifecycleError, RefitError, WeightsTornError
 from rl_core.interfaces import TensorSpec
 from rl_core.weights.data.manifest import dtype_of
@@ -70,6 +73,24 @@ def test_a_second_copy_is_where_the_engines_tensors_are():
     sink = DictSink(make_tensors(0))
     sink.device = "cuda:3"
     assert StagedSink(sink, [], 0, {}, lambda: None).device == "cuda:3"
+
+
+@pytest.mark.parametrize("isolation", ["staged", "quiesced"])
+def test_nothing_keeps_a_sink_after_its_refit(keep, isolation):
+    """It may hold a copy of what the engine had."""
+    trainer, sinks = keep(Trainer(make_tensors(1))), []
+
+    def make() -> DictSink:
+        sink = DictSink(blank(make_tensors()))
+        sinks.append(weakref.ref(sink))
+        return sink
+
+    engine = keep(testing.Engine({}, sink=make))
+    for _ in range(2):
+        go(trainer, engine, isolation=isolation)
+        with engine.receiver.turn:
+            gc.collect()
+        assert not any(sink() for sink in sinks)
 
 
 def test_a_second_copy_that_does_not_fit_leaves_no_part_of_it(pair, monkeypatch):

@@ -132,6 +132,11 @@ class ReceiverBuckets:
         self.data = self.data[:0].clone()
         self._steps.clear()
 
+    def drop_sink(self) -> None:
+        """Lets go of a refit's sink, which may hold a copy of what the engine had."""
+        self.__dict__.pop("sink", None)
+        self._steps = self._steps if self._only_targets else {}
+
     def steps(self, index: int, *, verified: bool) -> list[_Step]:
         """What is done with a bucket."""
         key = (index, verified)

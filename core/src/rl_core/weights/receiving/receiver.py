@@ -115,10 +115,7 @@ class RefitReceiver(Endpoint["ReceiveJob"]):
     # -- what the engine has ----------------------------------------------------------------------
 
     def check(self) -> None:
-        """Raises unless the weights are whole.
-
-        Now and then it looks whether the trainer has ended, and then unmaps the trainer's memory.
-        """
+        """Raises unless the weights are whole; now and then unmaps memory of an ended trainer."""
         with self.between_refits() as idle:
             if idle and (now := self.runtime.clock()) >= self._looked + _LOOK_S:
                 self._looked = now
@@ -315,11 +312,7 @@ class RefitReceiver(Endpoint["ReceiveJob"]):
         )
 
     def release_weights(self) -> None:
-        """Drops what refits keep of the engine's tensors, so that their memory can be freed.
-
-        A refit that is under way ends: the tensors that it knows may not be the engine's any more.
-        Its thread goes on with the dicts that it has, and what they hold is dropped with it.
-        """
+        """Drops what refits keep of the engine's tensors; ends one that is under way."""
         self.outside_changes += 1
         self._prepared = None
         self.connections.buckets = {}
@@ -617,6 +610,8 @@ class ReceiveJob(Job[ReceiverSession]):
                 phase=self.session.phase.value,
             ) from error
         finally:
+            for buckets in list(self.endpoint.connections.buckets.values()):
+                buckets.drop_sink()
             try:
                 self.endpoint.unmap_trainer_memory()
             finally:
