@@ -231,10 +231,10 @@ class LoadedWeights:
 
     def write(self, name: str, offset: int, data: torch.Tensor) -> None:
         """Writes elements of a tensor to wherever this worker has them; see :meth:`renew`."""
-        if name in self._computed:
-            self._known.add(name)
         for region in self.regions[name]:
             region.write(offset, data)
+        if name in self._computed:
+            self._known.add(name)
         self.layers.write(name, offset, data)
 
     def read(self, names: Iterable[str]) -> Iterator[tuple[str, torch.Tensor | None]]:
