@@ -107,8 +107,8 @@ def flipped_byte() -> Iterator[None]:
 CASES: dict[str, list[tuple[str, dict[str, Any]]]] = {
     "vllm": [
         ("qwen2", {}),
-        ("qwen3", {"tensor_parallel_size": 2}),
         ("llama", {"async_engine": True}),
+        ("qwen3", {"tensor_parallel_size": 2}),
     ],
     "sglang": [("llama", {}), ("qwen3", {"tp_size": 2})],
 }
@@ -116,7 +116,11 @@ CASES: dict[str, list[tuple[str, dict[str, Any]]]] = {
 
 @pytest.mark.parametrize(
     ("kind", "family", "engine_config"),
-    [(name, *case) for name, cases in CASES.items() for case in cases],
+    [
+        pytest.param(name, *case, marks=[] if case == cases[-1] else [pytest.mark.full])
+        for name, cases in CASES.items()
+        for case in cases
+    ],
     indirect=["kind"],
 )
 def test_a_refit_of_adapters_brings_the_engine_to_the_policy(

@@ -75,7 +75,13 @@ def same(engine: Any, fresh: Any, *, dummy: bool) -> None:
     assert (got["logprobs"] - wanted["logprobs"]).abs().max() < 1e-5
 
 
-@pytest.mark.parametrize("case", list(CASES))
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(name, marks=[pytest.mark.full] if name == "two workers" else [])
+        for name in CASES
+    ],
+)
 def test_a_refit_leaves_what_a_new_engine_has(case, start: Callable[..., Any], tiny, tmp_path):
     sizes, quantization, engine_config = CASES[case]
     path = tiny("qwen3", **SIZES, **sizes)
@@ -109,7 +115,9 @@ def test_a_quantised_checkpoint_is_refused_with_the_way_to_have_one():
 def test_experts_that_vllm_packs_for_good_are_packed_again_by_its_own_hook(tiny):
     paths = [str(tiny("qwen3", **EXPERTS, seed=seed)) for seed in (0, 1)]
     program = [sys.executable, "-m", "engines.packed_experts", *paths]
-    folders = os.pathsep.join([str(Path(held.__file__).parents[1]), os.environ["PYTHONPATH"]])
+    folders = os.pathsep.join(
+        [str(Path(held.__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
+    )
     environment = engine_environment("cpu") | {"PYTHONPATH": folders}
     done = subprocess.run(program, env=environment, capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stderr[-3000:]
