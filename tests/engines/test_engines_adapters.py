@@ -178,7 +178,9 @@ FRESH = {
         text = launch.checkpoint_config(config).get_text_config()
         given = launch.server_args(config, text, 512) | {"lora_paths": {"saved": saved}}
         workers = Workers(Path(tempfile.mkdtemp()), 1)
-        llm = launch.launch(given, SchedulerOptions(workers.address, False, None, False, lora))
+        options = SchedulerOptions(address=workers.address, raw=False, tokenizer=None,
+                                   trust=False, takes_refits=False, lora=lora)
+        llm = launch.launch(given, options)
         workers.accept()
         how = {"temperature": 0.0, "max_new_tokens": 12, "sampling_seed": GREEDY}
         found = llm.generate(input_ids=rows, sampling_params=how, return_logprob=True,
