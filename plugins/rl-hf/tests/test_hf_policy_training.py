@@ -91,9 +91,9 @@ def test_images_are_refused(tiny):
     policy = HuggingFacePolicy(str(tiny("qwen2_5_vl")))
     data = batch()
     data["pixel_values"] = torch.zeros(8, 3)
-    with pytest.raises(DataError, match="the batch has pixel_values, but only text"):
+    with pytest.raises(DataError, match="the batch has pixel_values, but engines and policies"):
         policy.train(data, NLLLossFn())
-    with pytest.raises(DataError, match="the batch has pixel_values, but only text"):
+    with pytest.raises(DataError, match="the batch has pixel_values, but engines and policies"):
         policy.generate(data)
 
 
