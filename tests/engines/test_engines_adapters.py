@@ -208,7 +208,11 @@ def test_a_fresh_engine_with_the_saved_adapter_generates_the_same(
     given = json.dumps([str(tiny("qwen2")), str(tmp_path), rows])
     environment = kind.module("environment").engine_environment("cpu")
     done = subprocess.run(
-        [sys.executable, "-c", script, given], capture_output=True, text=True, env=environment
+        [sys.executable, "-c", script, given],
+        capture_output=True,
+        text=True,
+        env=environment,
+        timeout=200,
     )
     assert done.returncode == 0, done.stderr[-3000:]
     tokens, logprobs = json.loads(done.stdout.splitlines()[-1])

@@ -15,7 +15,7 @@ A = TensorSpec("a.lora_A.weight", (2, 3), "float32")
 
 
 class Served(AdapterSink):
-    """Keeps what it is given, by the adapter's number; ``unload`` fails if it is told to."""
+    """Keeps each adapter by its number. ``unload`` raises while ``stuck`` is set."""
 
     def __init__(self, workers: int = 1) -> None:
         super().__init__({A.name: ("a", A)}, workers=workers)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import logging
 import sys
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -181,8 +181,9 @@ def record_attention(trainer: Any) -> dict[int, _Attention]:
     before = trainer.config._attn_implementation
     trainer.config._attn_implementation = _OUR_NAME
     try:
-        with suppress(Exception):  # experts may want contents
-            trainer(input_ids=torch.zeros(1, 3, dtype=torch.long, device="meta"), use_cache=False)
+        trainer(input_ids=torch.zeros(1, 3, dtype=torch.long, device="meta"), use_cache=False)
+    except Exception as error:  # experts may want contents; layers before them are compared
+        _log.info("attention is compared in part: %s: %s", type(error).__name__, error)
     finally:
         trainer.config._attn_implementation = before
     return found

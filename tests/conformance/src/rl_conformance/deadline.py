@@ -6,6 +6,7 @@ import signal
 import threading
 import traceback
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -33,7 +34,10 @@ def deadline(seconds: float) -> Generator[None]:
     def expire(_: int, frame: FrameType | None) -> None:
         stack = traceback.extract_stack(frame)
         innermost = [at for at in stack if not at.filename.endswith("/calls.py")][-3:]
-        where = " < ".join(f"{at.name} ({at.filename}:{at.lineno})" for at in reversed(innermost))
+        where = " < ".join(
+            f"{at.name} ({'/'.join(Path(at.filename).parts[-2:])}:{at.lineno})"
+            for at in reversed(innermost)
+        )
         raise TookTooLong(f"timed out after {seconds:g} s, in {where}")
 
     before = signal.signal(signal.SIGALRM, expire)
