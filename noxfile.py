@@ -81,7 +81,7 @@ ENGINES = {name: PLUGINS[name] for name in ("vllm", "sglang")}
 #: Tests of what every engine does; those that start one are skipped where it is not installed.
 OF_ENGINES = "tests/engines"
 #: What backends and launchers are made of.
-SHARED = [f"plugins/rl-{name}" for name in ("backends", "collective", "hosting", "ray")]
+SHARED = [f"plugins/rl-{name}" for name in ("cli", "backends", "collective", "hosting", "ray")]
 #: What brings backends into the loops of other libraries.
 BRIDGES = ["plugins/rl-nemo", "plugins/rl-trl"]
 TRAIN = "plugins/rl-train"

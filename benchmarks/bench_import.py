@@ -19,8 +19,8 @@ CASES = {
     "python -c pass": ["-c", "pass"],
     "import rl_core": ["-c", "import rl_core"],
     "from rl_core import create_generation": ["-c", "from rl_core import create_generation"],
-    "rl backends list --json": ["-m", "rl_core.cli", "backends", "list", "--json"],
-    "rl backends list": ["-m", "rl_core.cli", "backends", "list"],
+    "rl backends list --json": ["-m", "rl_cli", "backends", "list", "--json"],
+    "rl backends list": ["-m", "rl_cli", "backends", "list"],
     "import torch (for comparison)": ["-c", "import torch"],
 }
 BARE, *_ = CASES

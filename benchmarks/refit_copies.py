@@ -8,7 +8,7 @@ import os
 import platform
 from typing import TYPE_CHECKING, Any
 
-from rl_core.cli.output import chatter_to_stderr, console_for_result
+from rl_cli.output import chatter_to_stderr, console_for_result
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

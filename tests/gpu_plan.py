@@ -75,7 +75,7 @@ def plan(folder: Path, *, rehearse: bool = False) -> list[Part]:
         folder: Where they write.
         rehearse: On the CPU, with tiny inputs, and with the tests of an emulated GPU.
     """
-    rl, device = ("-m", "rl_core.cli"), "cpu" if rehearse else "cuda"
+    rl, device = ("-m", "rl_cli"), "cpu" if rehearse else "cuda"
 
     def suite(name: str, backend: str, some: Sequence[str], what: str, inside: str) -> Part:
         stem = folder / name

@@ -27,16 +27,15 @@ ROOT = Path(__file__).parent.parent
 FILE_LINES = 700
 #: Lines that a folder may have.
 BARS = {
-    "core/src/rl_core": 12_955,
-    "core/src/rl_core/batch": 1_713,
-    "core/src/rl_core/cli": 377,
-    "core/src/rl_core/interfaces": 1_283,
+    "core/src/rl_core": 12_392,
+    "core/src/rl_core/batch": 1_709,
+    "core/src/rl_core/interfaces": 1_281,
     "core/src/rl_core/plugins": 825,
     "core/src/rl_core/weights": 7_347,
     "plugins/rl-train/src/rl_train": 4_478,
 }
 #: Lines of all tests and of what they are run with, for a hundred lines of the distributions.
-TEST_LINES = 82.2
+TEST_LINES = 79.3
 #: Share of a distribution's functions that may be private and have one caller, in percent.
 SINGLE = {
     "rl_core": 6.0,

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from rl_cli import main
 from rl_conformance.diagnostics.agreement import measure_log_probability_consistency
 from rl_conformance.diagnostics.engine import (
     random_prompts,
@@ -17,7 +18,6 @@ from rl_conformance.diagnostics.engine import (
 )
 from rl_conformance.models import make_tiny_model
 from rl_core import create_generation, create_policy
-from rl_core.cli import main
 
 PROMPTS = random_prompts(269, [1, 5, 12, 30], seed=2)
 

@@ -78,8 +78,10 @@ def test_documented_commands_are_complete() -> None:
 def test_what_is_missing_is_in_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
     monkeypatch.setattr(installing, "_read", lambda name, file: "")
-    wanted = "pip install ./plugins/rl-backends ./plugins/rl-hosting ./plugins/rl-ray"
-    assert install_command("rl-ray") == wanted
+    assert install_command("rl-ray").split() == [
+        *("pip", "install", "./plugins/rl-cli", "./plugins/rl-backends", "./plugins/rl-hosting"),
+        "./plugins/rl-ray",
+    ]
 
 
 def test_folders_of_a_checkout_elsewhere_are_absolute(

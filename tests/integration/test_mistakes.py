@@ -19,6 +19,7 @@ import torch
 from examples.additions import make_model
 
 import rl_core
+from rl_cli import main
 from rl_core import (
     BatchedDataDict,
     CapabilityError,
@@ -34,7 +35,6 @@ from rl_core import (
     refit,
     training_batch,
 )
-from rl_core.cli import main
 from rl_core.config import check_config
 from rl_losses import DPOLossFn, GRPOLossFn, NLLLossFn, grpo_advantages
 from rl_megatron.architectures import Architecture

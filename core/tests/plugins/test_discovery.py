@@ -290,7 +290,6 @@ def test_nested_attributes_are_loaded() -> None:
         "import rl_core",
         "import rl_core; rl_core.GenerationConfig, rl_core.ConfigError, rl_core.__version__",
         "from rl_core.plugins.discovery import list_backends; list_backends()",
-        "import rl_core.cli.backends",
         "from rl_core import create_generation, create_policy",
     ],
 )

@@ -224,7 +224,7 @@ def test_ctrl_c_saves_and_says_how_to_go_on(
     data.write_text("".join(json.dumps(row) + "\n" for row in ROWS))
     config = configured(model, tmp_path / "out", data={"path": str(data)}, steps=400)
     file.write_text(json.dumps(config))
-    given = [sys.executable, "-m", "rl_core.cli", "train", str(file)]
+    given = [sys.executable, "-m", "rl_cli", "train", str(file)]
     with subprocess.Popen(given, stderr=subprocess.PIPE, text=True) as run:
         assert run.stderr is not None
         for line in run.stderr:

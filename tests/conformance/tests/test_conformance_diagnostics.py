@@ -11,6 +11,7 @@ import torch
 from cluster_doubles import DoubleGeneration
 from installed import Install
 
+from rl_cli import main
 from rl_conformance.diagnostics import engine
 from rl_conformance.diagnostics.agreement import (
     Agreement,
@@ -23,7 +24,6 @@ from rl_conformance.diagnostics.engine import (
     test_max_model_len_respected,
 )
 from rl_core.batch import BatchedDataDict
-from rl_core.cli import main
 from rl_core.errors import ConfigError, DataError, PluginError
 
 

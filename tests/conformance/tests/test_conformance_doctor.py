@@ -7,8 +7,8 @@ import json
 import pytest
 from installed import NO_ENGINE, Install
 
-from rl_core.cli import main
-from rl_core.doctor import diagnose
+from rl_cli import main
+from rl_cli.doctor import diagnose
 from rl_core.errors import BackendNotFoundError
 
 

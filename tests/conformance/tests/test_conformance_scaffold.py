@@ -129,7 +129,7 @@ def test_the_name_of_an_installed_backend_is_a_note(
 
 def test_the_command_is_found_and_helps() -> None:
     for arguments in (["new"], ["new", "backend", "--help"]):
-        done = _python("-m", "rl_core.cli", *arguments)
+        done = _python("-m", "rl_cli", *arguments)
         assert "backend" in done.stdout + done.stderr, done
 
 

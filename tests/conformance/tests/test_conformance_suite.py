@@ -17,6 +17,7 @@ import mutants
 import pytest
 import torch
 
+from rl_cli import main
 from rl_conformance import GenerationConformance, harness
 from rl_conformance.catalogue import CLAUSES
 from rl_conformance.context import Context
@@ -34,7 +35,6 @@ from rl_conformance.run import find_target, run, select
 from rl_conformance.settings import Settings
 from rl_conformance.statistics import chi_square_p_value
 from rl_conformance.target import Target
-from rl_core.cli import main
 from rl_core.errors import ConfigError, MissingEngineError
 from rl_core.plugins.manifest import (
     GENERATION_CAPABILITIES,
@@ -584,7 +584,7 @@ def test_a_check_that_takes_its_process_along_leaves_the_run_incomplete(
 
 def _rl(*args: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-m", "rl_core.cli", "conformance", *args],
+        [sys.executable, "-m", "rl_cli", "conformance", *args],
         capture_output=True,
         text=True,
         timeout=120,
@@ -634,7 +634,7 @@ def test_the_command_names_a_backend_that_is_not_there() -> None:
 
 def test_core_names_the_commands_of_this_distribution(capsys, monkeypatch):
     points = distribution("rl-conformance").entry_points.select(group="rl_core.commands")
-    monkeypatch.setattr("rl_core.cli.providers", lambda _: [])
+    monkeypatch.setattr("rl_cli.providers", lambda _: [])
     for point in points:
         assert main([point.name]) == 1
         assert f"'rl {point.name}' is a command of rl-conformance" in capsys.readouterr().err

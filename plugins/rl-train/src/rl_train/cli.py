@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rl_core.commands import Command
+from rl_cli.command import Command
 from rl_core.errors import ConfigError, PluginError
 
 if TYPE_CHECKING:

@@ -7,8 +7,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from rl_cli.command import Command
 from rl_conformance.catalogue import KINDS
-from rl_core.commands import Command
 
 if TYPE_CHECKING:
     import argparse

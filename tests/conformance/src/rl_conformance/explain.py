@@ -6,9 +6,9 @@ import re
 from importlib.resources import files
 from typing import TYPE_CHECKING
 
+from rl_cli.command import Command
 from rl_conformance.catalogue import CLAUSES
 from rl_core import errors
-from rl_core.commands import Command
 from rl_core.config import nearest
 from rl_core.errors import ConfigError
 

@@ -99,7 +99,7 @@ def decoding_agrees_with_prefill(ctx: Context) -> None:
 @check("A2", needs=(CORE,), device="cpu", timeout_s=180.0)
 def the_diagnostics_are_commands(ctx: Context) -> None:
     """rl check runs them, and its exit code is their result."""
-    command = [sys.executable, "-m", "rl_core.cli", "check", "max-model-len", str(ctx.model())]
+    command = [sys.executable, "-m", "rl_cli", "check", "max-model-len", str(ctx.model())]
     done = subprocess.run(
         [*command, "--generation", "reference"],
         capture_output=True,

@@ -8,8 +8,8 @@ import json
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
-from rl_core.cli.output import chatter_to_stderr, console_for_result
-from rl_core.commands import Command
+from rl_cli.command import Command
+from rl_cli.output import chatter_to_stderr, console_for_result
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rl_core.commands import Command
+from rl_cli.command import Command
 
 if TYPE_CHECKING:
     import argparse

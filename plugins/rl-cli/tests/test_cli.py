@@ -12,7 +12,7 @@ import sys
 import pytest
 from installed import NO_ENGINE, Install
 
-from rl_core.cli import main
+from rl_cli import main
 from rl_core.errors import BrokenPluginError
 from rl_core.install import install_command
 
@@ -55,7 +55,7 @@ def test_list_tolerates_a_missing_engine_and_says_how_to_install_it(install: Ins
 
 def test_list_shows_a_broken_plugin_of_hooks(monkeypatch: pytest.MonkeyPatch) -> None:
     error = BrokenPluginError("rl-hooks 1.0: cannot be imported", fix="reinstall rl-hooks")
-    monkeypatch.setattr("rl_core.cli.backends.broken_hooks", lambda: [error])
+    monkeypatch.setattr("rl_cli.backends.broken_hooks", lambda: [error])
     code, out, _ = rl("backends", "list")
     assert code == 1
     assert "hooks: rl-hooks 1.0: cannot be imported\nFix: reinstall rl-hooks" in out
@@ -63,7 +63,7 @@ def test_list_shows_a_broken_plugin_of_hooks(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_list_without_backends_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rl_core.cli.backends.list_backends", list)
+    monkeypatch.setattr("rl_cli.backends.list_backends", list)
     assert install_command("rl-hf") in rl("backends", "list")[1]
 
 
@@ -100,7 +100,7 @@ def test_unknown_backend_is_a_clean_error_with_its_fix(install: Install) -> None
 
 
 def test_debug_shows_the_traceback() -> None:
-    command = [sys.executable, "-m", "rl_core.cli", "--debug", "backends", "info", "qqqqqq"]
+    command = [sys.executable, "-m", "rl_cli", "--debug", "backends", "info", "qqqqqq"]
     result = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert result.returncode == 1
     assert "Traceback" in result.stderr
@@ -159,8 +159,9 @@ def test_what_plugins_print_is_not_part_of_the_json(install: Install) -> None:
     install.toy()
     noisy = "import os\nprint('hello')\nos.system('echo from a child')\n"
     (install.root / "toy" / "__init__.py").write_text(noisy)
-    command = [sys.executable, "-m", "rl_core.cli", "backends", "list", "--json"]
-    environment = {**os.environ, "PYTHONPATH": str(install.root)}
+    command = [sys.executable, "-m", "rl_cli", "backends", "list", "--json"]
+    path = os.pathsep.join([str(install.root), os.environ.get("PYTHONPATH", "")])
+    environment = {**os.environ, "PYTHONPATH": path}
     result = subprocess.run(command, capture_output=True, text=True, timeout=60, env=environment)
     assert "toy" in [backend["name"] for backend in json.loads(result.stdout)["backends"]]
     assert {"hello", "from a child"} <= set(result.stderr.splitlines())
@@ -201,7 +202,7 @@ def test_wrong_usage_names_what_was_meant(arguments: list[str], hint: str) -> No
 def test_command_of_the_suite_says_how_to_install_it(
     words: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("rl_core.cli.providers", lambda _: [])
+    monkeypatch.setattr("rl_cli.providers", lambda _: [])
     code, _, err = rl(*words)
     assert code == 1
     assert f"'rl {words[0]}' is a command of rl-conformance" in err
@@ -212,7 +213,7 @@ def test_command_of_the_suite_says_how_to_install_it(
     ("arguments", "code"), [("list", 1), ("list --json", 1), ("--help", 0), ("frob", 2)]
 )
 def test_closed_pipe_is_quiet(arguments: str, code: int) -> None:
-    command = [sys.executable, "-m", "rl_core.cli", "backends", *arguments.split()]
+    command = [sys.executable, "-m", "rl_cli", "backends", *arguments.split()]
     reading, writing = os.pipe()
     os.close(reading)
     with os.fdopen(writing, "wb") as closed:

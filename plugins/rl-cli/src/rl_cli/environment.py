@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import importlib_metadata
 
-from rl_core.commands import Command
+from rl_cli.command import Command
 from rl_core.install import origin_of
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ import pytest
 
 pytestmark = pytest.mark.wheels
 
-CORE = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 PYPROJECT = """
 [build-system]
 requires = ["hatchling"]
@@ -178,7 +178,8 @@ class Environment:
 def env(tmp_path_factory: pytest.TempPathFactory) -> Environment:
     root = tmp_path_factory.mktemp("wheels")
     wheels = Wheelhouse(root)
-    wheels.build(CORE)
+    wheels.build(ROOT / "core")
+    wheels.build(ROOT / "plugins/rl-cli")
     wheels.project("toy-engine", {}, group="toy", version="1.5")
     wheels.backend("rl-whole")
     wheels.backend("rl-absent", engine="engine-nowhere", versions=">=2")
@@ -262,7 +263,7 @@ def test_listing_with_problems_exits_with_one(env: Environment) -> None:
 def test_listing_imports_no_torch_no_ray_and_no_engine(env: Environment) -> None:
     code = (
         "import sys\n"
-        "from rl_core.cli import main\n"
+        "from rl_cli import main\n"
         "main(['backends', 'list'])\n"
         "heavy = {'torch', 'ray', 'numpy', 'toy_engine', 'rl_whole.backend'}\n"
         "print('imported', sorted(heavy & set(sys.modules)))"
