@@ -28,8 +28,8 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from examples.additions import write_files
 
-from rl_core import BatchedDataDict, completions, training_batch
-from rl_losses import grpo_advantages
+from rl_core import BatchedDataDict
+from rl_losses import completions, grpo_advantages, training_batch
 from rl_train.backends import Backends
 from rl_train.config import check_run
 from rl_train.data import Order, load_rows

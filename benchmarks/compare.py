@@ -44,10 +44,14 @@ def quickstart(quick: bool) -> Figures:
     from examples.additions import MAX_NEW_TOKENS, Additions, make_model
     from transformers import AutoTokenizer
 
-    from rl_core import create_generation, create_policy, training_batch
+    import rl_core
+    import rl_losses
+    from rl_core import create_generation, create_policy
     from rl_core.weights import refit
     from rl_losses import GRPOLossFn, grpo_advantages
 
+    older = not hasattr(rl_losses, "training_batch")
+    training_batch = (rl_core if older else rl_losses).training_batch
     samples, rows = 16, 128 if quick else 1024
     loss_fn = GRPOLossFn(reference_policy_kl_penalty=0.001)
     found: Figures = {}

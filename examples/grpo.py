@@ -22,8 +22,8 @@ import torch  # noqa: E402
 from transformers import AutoTokenizer  # noqa: E402
 
 from examples.additions import MAX_NEW_TOKENS, Additions, make_model, warm_up  # noqa: E402
-from rl_core import create_generation, create_policy, refit, training_batch  # noqa: E402
-from rl_losses import GRPOLossFn, grpo_advantages  # noqa: E402
+from rl_core import create_generation, create_policy, refit  # noqa: E402
+from rl_losses import GRPOLossFn, grpo_advantages, training_batch  # noqa: E402
 
 if TYPE_CHECKING:
     from rl_core import ColocatablePolicyInterface, GenerationInterface

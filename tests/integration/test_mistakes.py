@@ -29,14 +29,19 @@ from rl_core import (
     LifecycleError,
     LoopWarning,
     MissingEngineError,
-    completions,
     create_generation,
     create_policy,
     refit,
-    training_batch,
 )
 from rl_core.config import check_config
-from rl_losses import DPOLossFn, GRPOLossFn, NLLLossFn, grpo_advantages
+from rl_losses import (
+    DPOLossFn,
+    GRPOLossFn,
+    NLLLossFn,
+    completions,
+    grpo_advantages,
+    training_batch,
+)
 from rl_megatron.architectures import Architecture
 from rl_megatron.config import MegatronPolicyConfig
 from rl_megatron.sizes import Sizes
@@ -322,7 +327,7 @@ CALLS: dict[str, tuple[Any, type[Exception], str]] = {
     "pairs: generated rows": (
         lambda at: at.p.train(at.out, DPOLossFn()),
         DataError,
-        "rl_core.training_batch(output[rows])",
+        "rl_losses.training_batch(output[rows])",
     ),
     "generated rows": (lambda at: at.p.train(at.out, GRPOLossFn()), DataError, "training_batch("),
     "a state_dict to refit": (

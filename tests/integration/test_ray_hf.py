@@ -22,10 +22,9 @@ from rl_core import (
     WorkerError,
     create_generation,
     create_policy,
-    training_batch,
 )
 from rl_core.weights import refit
-from rl_losses import NLLLossFn
+from rl_losses import NLLLossFn, training_batch
 from rl_ray import RayVirtualCluster
 
 pytestmark = pytest.mark.ray

@@ -17,8 +17,6 @@ if TYPE_CHECKING:
     from rl_core.batch import (
         BatchedDataDict,
         SlicedDataDict,
-        completions,
-        training_batch,
         verify_right_padding,
     )
     from rl_core.create import create_generation, create_policy
@@ -32,11 +30,9 @@ __all__ = [
     "Capability",
     "EngineRequirement",
     "SlicedDataDict",
-    "completions",
     "create_generation",
     "create_policy",
     "refit",
-    "training_batch",
     "verify_right_padding",
     "wait",
 ]
@@ -47,8 +43,6 @@ __all__ += interfaces.__all__
 _HOME = {
     "BatchedDataDict": "rl_core.batch",
     "SlicedDataDict": "rl_core.batch",
-    "completions": "rl_core.batch",
-    "training_batch": "rl_core.batch",
     "verify_right_padding": "rl_core.batch",
     "wait": "rl_core.futures",
     "refit": "rl_core.weights",

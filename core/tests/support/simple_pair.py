@@ -11,8 +11,8 @@ from typing import Any
 import msgspec
 import torch
 
+from rl_conformance import doubles
 from rl_conformance.doubles import Engines as Replicas
-from rl_core import testing
 from rl_core.interfaces import TensorSpec, WeightSink, WeightSource
 from rl_core.weights import RefitReport, refit
 from rl_core.weights.job import Runtime
@@ -154,7 +154,7 @@ class Clock:
         return time.monotonic() + self.ahead_s
 
 
-class Trainer(testing.Trainer):
+class Trainer(doubles.Trainer):
     def __init__(
         self, tensors: Tensors, ties: Mapping[str, str] | None = None, *, at_home: bool = False
     ) -> None:
@@ -164,7 +164,7 @@ class Trainer(testing.Trainer):
         self.sender.runtime = Runtime(clock=self.clock)
 
 
-class Engine(testing.Engine):
+class Engine(doubles.Engine):
     def __init__(
         self,
         tensors: Tensors,

@@ -13,10 +13,11 @@ import torch
 from rl_backends.policy.loop_checks import LoopChecks
 from rl_backends.policy.losses import call_loss, input_type_of
 from rl_core import DataError, LoopWarning
-from rl_core.batch import BatchedDataDict, training_batch
+from rl_core.batch import BatchedDataDict
 from rl_core.batch.provenance import Provenance
 from rl_core.errors import ConfigError
 from rl_core.interfaces import LossFunction, LossInputType
+from rl_losses import training_batch
 
 COUNTS = {"global_valid_seqs": torch.tensor(1.0), "global_valid_toks": torch.tensor(2.0)}
 

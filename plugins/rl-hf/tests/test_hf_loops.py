@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from rl_conformance.models import make_tiny_model
-from rl_core import BatchedDataDict, DataError, LoopWarning, refit, training_batch
+from rl_core import BatchedDataDict, DataError, LoopWarning, refit
 from rl_core.errors import ConfigError
 from rl_hf.generation import HuggingFaceGeneration
 from rl_hf.policy import HuggingFacePolicy
-from rl_losses import GRPOLossFn, NLLLossFn
+from rl_losses import GRPOLossFn, NLLLossFn, training_batch
 
 PROMPTS: BatchedDataDict[Any] = BatchedDataDict(
     {"input_ids": torch.tensor([[5, 6, 7], [8, 9, 4]]), "input_lengths": torch.tensor([3, 3])}

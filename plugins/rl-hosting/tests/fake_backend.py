@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from fake_engine import ACTS, FakeEngine
 
+from rl_conformance.doubles import Sink
 from rl_core.batch import BatchedDataDict
-from rl_core.testing import Sink
 from rl_hosting.generation import HostedGeneration
 from rl_hosting.worker_refits import WorkerRefits
 

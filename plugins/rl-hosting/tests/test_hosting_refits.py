@@ -14,6 +14,7 @@ import pytest
 from fake_backend import SIZES, SOON, filled, prompts, until
 from fake_engine import on_fire
 
+from rl_conformance.doubles import Sink, Source, Trainer
 from rl_core import refit
 from rl_core.errors import (
     DeadlineError,
@@ -24,7 +25,6 @@ from rl_core.errors import (
     WeightsTornError,
 )
 from rl_core.futures import wait
-from rl_core.testing import Sink, Source, Trainer
 from rl_hosting import WorkerRefits
 
 if TYPE_CHECKING:

@@ -5,9 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from rl_conformance.doubles import Engines
+from rl_conformance.doubles import Engine, Engines, Trainer
 from rl_core.errors import RefitError, WeightsTornError
-from rl_core.testing import Engine, Trainer
 from rl_core.weights import refit
 
 

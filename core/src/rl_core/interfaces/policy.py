@@ -102,7 +102,7 @@ class PolicyInterface(ABC):
 
         Args:
             data: Right-padded sequences, see :class:`TrainingDatumSpec`;
-                :func:`rl_core.batch.training_batch` makes them of what an engine generated.
+                :func:`rl_losses.training_batch` makes them of what an engine generated.
             loss_fn: The loss; the result does not depend on how rows are split.
             eval_mode: Compute the loss and change nothing: weights, optimizer, RNG.
             gbs: Global batch size; the configured value (or all rows) if None.

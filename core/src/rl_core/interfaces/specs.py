@@ -296,7 +296,7 @@ class TrainingDatumSpec(TypedDict):
         input_ids: ``[B, S]`` int64 token ids.
         input_lengths: ``[B]`` int64 number of real tokens.
         token_mask: ``[B, S]`` 1 where the token counts in the loss; position 0 never does. Of
-            rollouts, generated tokens alone: :func:`rl_core.batch.training_batch` makes it.
+            rollouts, generated tokens alone: :func:`rl_losses.training_batch` makes it.
         sample_mask: ``[B]`` 0 takes a whole row out of the loss.
         __extra__: What the loss function needs besides, batch first.
     """

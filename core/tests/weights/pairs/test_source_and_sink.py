@@ -20,7 +20,7 @@ from simple_pair import (
     make_tensors,
 )
 
-from rl_core import testing
+from rl_conformance import doubles
 from rl_core.errors import ConfigError, RefitAborted, RefitError, RefitProtocolError
 from rl_core.futures import wait
 from rl_core.weights.receiving.loading import check_apart
@@ -57,7 +57,7 @@ class Counted(DictSource):
         self.closed += 1
 
 
-class CountingTrainer(testing.Trainer):
+class CountingTrainer(doubles.Trainer):
     def __init__(self) -> None:
         super().__init__(make_tensors(), source=self.make)
         self.before: Any = lambda name: None
@@ -82,7 +82,7 @@ def test_every_sink_writes_what_it_is_given(keep):
         sinks.append(PartlyInPlace(engine.tensors))
         return sinks[-1]
 
-    engine = keep(testing.Engine(blank(make_tensors()), sink=new_sink))
+    engine = keep(doubles.Engine(blank(make_tensors()), sink=new_sink))
     for number in (1, 2, 3):
         trainer.source.tensor["big"].add_(1)
         go(trainer, engine)
@@ -105,7 +105,7 @@ def test_a_receiver_verifies_in_one_buffer_whatever_the_sizes(keep, monkeypatch)
     assert 0 < sum(made) <= 1 << 20
 
 
-class CountingEngine(testing.Engine):
+class CountingEngine(doubles.Engine):
     def __init__(self, tensors: dict[str, torch.Tensor]) -> None:
         super().__init__(tensors, sink=self.make)
         self.made = 0

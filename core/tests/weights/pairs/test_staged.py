@@ -26,7 +26,7 @@ from simple_pair import (
     same,
 )
 
-from rl_core import testing
+from rl_conformance import doubles
 from rl_core.errors import CapabilityError, LifecycleError, RefitError, WeightsTornError
 from rl_core.interfaces import TensorSpec
 from rl_core.weights.data.manifest import dtype_of
@@ -85,7 +85,7 @@ def test_nothing_keeps_a_sink_after_its_refit(keep, isolation):
         sinks.append(weakref.ref(sink))
         return sink
 
-    engine = keep(testing.Engine({}, sink=make))
+    engine = keep(doubles.Engine({}, sink=make))
     for _ in range(2):
         go(trainer, engine, isolation=isolation)
         with engine.receiver.turn:

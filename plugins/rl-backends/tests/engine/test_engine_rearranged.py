@@ -13,9 +13,9 @@ from torch import nn
 from rl_backends.engine.derived_weights import LoadWatch
 from rl_backends.engine.rearranged import RearrangedLayer
 from rl_backends.engine.weights import CheckpointModel, LoadedSink, LoadedWeights
+from rl_conformance.doubles import Engine, Trainer
 from rl_core.errors import CapabilityError, RefitCorrupted, RefitError, WeightsTornError
 from rl_core.interfaces import TensorSpec
-from rl_core.testing import Engine, Trainer
 from rl_core.weights import refit
 
 WIDTH, EXPERTS = 6, 3

@@ -1,7 +1,7 @@
-"""Loss functions for RL post-training: GRPO, DPO, NLL and distillation.
+"""Loss functions for RL post-training, their advantages, and the batches of rollouts.
 
-Each is a :class:`rl_core.interfaces.LossFunction`: its options are keywords of the constructor,
-checked there, and it works with any policy backend.
+Each loss is a :class:`rl_core.interfaces.LossFunction`: its options are keywords of the
+constructor, checked there, and it works with any policy backend.
 """
 
 from rl_losses.advantages import (
@@ -19,14 +19,17 @@ from rl_losses.dpo import DPOLossFn
 from rl_losses.grpo import GRPOLossFn
 from rl_losses.kl import kl_penalty
 from rl_losses.nll import NLLLossFn
+from rl_losses.rollouts import Completion, completions, training_batch
 from rl_losses.tokens import high_covariance, optimal_token_baseline_advantages, whiten
 
 __all__ = [
     "AdvantageEstimator",
+    "Completion",
     "DPOLossFn",
     "GRPOLossFn",
     "NLLLossFn",
     "TopkKLLossFn",
+    "completions",
     "gdpo_advantages",
     "groups_without_spread",
     "grpo_advantages",
@@ -37,5 +40,6 @@ __all__ = [
     "overlong_penalty",
     "pass_at_k_advantages",
     "reinforce_plus_plus_advantages",
+    "training_batch",
     "whiten",
 ]

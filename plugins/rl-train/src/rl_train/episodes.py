@@ -218,7 +218,7 @@ class _Thread:
 
 
 def training_rows(episodes: Sequence[Episode], pad: int) -> BatchedDataDict[Any]:
-    """The batch of :func:`rl_core.training_batch`, with a row for each episode."""
+    """The batch of :func:`rl_losses.training_batch`, with a row for each episode."""
 
     def rows(values: Iterable[Sequence[float]], fill: float = 0.0) -> torch.Tensor:
         tensors = [torch.tensor(one) for one in values]

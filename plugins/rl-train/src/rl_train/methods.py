@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 
-from rl_core import BatchedDataDict, training_batch
+from rl_core import BatchedDataDict
 from rl_core.errors import ConfigError
-from rl_losses import AdvantageEstimator, groups_without_spread
+from rl_losses import AdvantageEstimator, groups_without_spread, training_batch
 from rl_train.config import LOSSES
 from rl_train.data import import_function
 from rl_train.encoding import pad

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from rl_core.testing import Trainer
+from rl_conformance.doubles import Trainer
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -1,20 +1,130 @@
-"""Engines that take one refit together, and a fault of one: for the suite's checks."""
+"""Trainers and engines over named tensors: for tests of a driver, a loop or a transport.
+
+They take the place of backends. A hook makes something happen during a refit::
+
+    trainer, engine = Trainer({"w": torch.ones(3)}), Engine({"w": torch.zeros(3)})
+    engine.on["finish"] = lambda: 1 / 0
+    refit(trainer, engine)  # raises RefitError; the engine is torn until the next refit
+"""
 
 from __future__ import annotations
 
 import concurrent.futures
+import threading
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 from unittest import mock
 
-from rl_core.weights.spellings import TakesWeights
+from rl_core.weights import RefitReceiver, RefitSender
+from rl_core.weights.spellings import SendsWeights, TakesWeights
+from rl_core.weights.tensors import NamedTensorSink, NamedTensorSource
 
 if TYPE_CHECKING:
-    from collections.abc import Generator
+    from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 
-    from rl_core.testing import Engine
+    import torch
 
-__all__ = ["Engines", "broken_tensor"]
+    from rl_core.interfaces import TensorSpec, WeightSink, WeightSource
+
+__all__ = ["Engine", "Engines", "Sink", "Source", "Trainer", "broken_tensor"]
+
+Tensors = dict[str, "torch.Tensor"]
+Hooks = dict[str, "Callable[[], object]"]
+
+
+class Source(NamedTensorSource):
+    """Tensors, with a hook before each that is given, by its name, and ``"confirm"``."""
+
+    def __init__(self, tensors: Tensors, on: Hooks) -> None:
+        super().__init__(tensors)
+        self.on = on
+
+    def tensors(self, names: Sequence[str]) -> Iterator[tuple[str, torch.Tensor]]:
+        for name in names:
+            _run(self.on, name)
+            yield from super().tensors([name])
+
+    def persistent(self) -> Mapping[str, torch.Tensor] | None:
+        """None while there are hooks: engines that read the tensors themselves run none."""
+        return None if self.on else super().persistent()
+
+    def confirm(self) -> None:
+        _run(self.on, "confirm")
+
+
+class Sink(NamedTensorSink):
+    """Tensors, with hooks: ``"begin"``, each tensor's name and ``"finish"``."""
+
+    def __init__(self, tensors: Tensors, on: Hooks) -> None:
+        super().__init__(tensors)
+        self.on = on
+
+    def begin(self, version: int) -> None:
+        _run(self.on, "begin")
+
+    def write(self, name: str, offset: int, data: torch.Tensor, *, of: TensorSpec) -> None:
+        _run(self.on, name)
+        super().write(name, offset, data, of=of)
+
+    def targets(self) -> Mapping[str, torch.Tensor] | None:
+        """None while there are hooks: what core writes itself runs none."""
+        return None if self.on else super().targets()
+
+    def finish(self, version: int) -> None:
+        _run(self.on, "finish")
+
+
+class Trainer(SendsWeights):
+    """The trainer's side of a refit.
+
+    Args:
+        tensors: What is sent.
+        source: Makes a source of another kind for each refit.
+
+    Attributes:
+        on: Hooks of :class:`Source`.
+    """
+
+    def __init__(self, tensors: Tensors, source: Callable[[], WeightSource] | None = None) -> None:
+        self.tensors = tensors
+        self.on: Hooks = {}
+        source = source or (lambda: Source(self.tensors, self.on))
+        self.sender = self._sender = RefitSender(source, name="trainer")
+
+    def close(self) -> None:
+        """Ends every refit, and removes sockets and shared memory."""
+        self.sender.close()
+
+
+class Engine(TakesWeights):
+    """An engine's side of a refit.
+
+    Args:
+        tensors: What is installed.
+        name: How the trainer's errors call it.
+        sink: Makes a sink of another kind for each refit.
+
+    Attributes:
+        lock: Held by a refit while it writes, and by a test that generates.
+        on: Hooks of :class:`Sink`, and ``"commit"``.
+    """
+
+    def __init__(
+        self, tensors: Tensors, name: str = "engine", sink: Callable[[], WeightSink] | None = None
+    ) -> None:
+        self.tensors = tensors
+        self.on: Hooks = {}
+        self.lock = threading.RLock()
+        self.receiver = self._receiver = RefitReceiver(
+            sink or (lambda: Sink(self.tensors, self.on)),
+            name=name,
+            lock=self.lock,
+            on_commit=lambda version: _run(self.on, "commit"),
+        )
+
+    def close(self) -> None:
+        """Ends every refit, and lets go of sockets and shared memory."""
+        self.receiver.close()
 
 
 class Engines(TakesWeights):
@@ -60,3 +170,7 @@ def broken_tensor(engine: Engine, name: str) -> Generator[None]:
         finally:
             concurrent.futures.wait(pending, timeout=60)
             engine.tensors = whole
+
+
+def _run(on: Hooks, moment: str) -> None:
+    on.get(moment, lambda: None)()

@@ -20,9 +20,9 @@ __all__ = ["LoopChecks", "reward_spread"]
 
 #: Keys of rollouts: where one stands, some tokens are prompts, which no policy has chosen.
 _ROLLOUT = ("advantages", "generation_logprobs", "prev_logprobs", "generation_lengths")
-_RECIPE = "batch = rl_core.training_batch(output, rewards, advantages=...), where output is what "
+_RECIPE = "batch = rl_losses.training_batch(output, rewards, advantages=...), where output is what "
 _RECIPE += "generation.generate(...) returned"
-_PAIRS = "order the rows {order}: batch = rl_core.training_batch(output[rows]), where rows lists "
+_PAIRS = "order the rows {order}: batch = rl_losses.training_batch(output[rows]), where rows lists "
 _PAIRS += "their indices, and output is what generation.generate(...) returned"
 #: Mean of ``exp(|difference|)`` of log-probs, as clause A1 has it.
 _FURTHEST = 1.05

@@ -14,6 +14,7 @@ import torch
 
 from rl_conformance.batches import generated, generated_mask, random_prompts
 from rl_conformance.continuations import Continuation, find_row, is_text
+from rl_conformance.doubles import Engine, Trainer
 from rl_conformance.draws import declared_logprobs, same_draws
 from rl_conformance.expect import NotRun, fail, raises, require, same, same_tensor, within
 from rl_conformance.losses import FailsInTheStep
@@ -26,7 +27,6 @@ from rl_core.batch import BatchedDataDict
 from rl_core.config import config_keys
 from rl_core.errors import CapabilityError, ConfigError, LifecycleError, RLError
 from rl_core.plugins.discovery import load_object
-from rl_core.testing import Engine, Trainer
 from rl_core.weights.protocol.frames import Channel
 from rl_core.weights.transports.control import ControlClient, ControlServer
 

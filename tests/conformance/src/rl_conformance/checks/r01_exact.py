@@ -9,7 +9,7 @@ import torch
 
 from rl_conformance.batches import generated_mask
 from rl_conformance.checks.common import WAKINGS, adapted_policy, needs_adapters, train_adapters
-from rl_conformance.doubles import Engines
+from rl_conformance.doubles import Engine, Engines, Trainer
 from rl_conformance.expect import NotRun, raises, require, same, same_tensor
 from rl_conformance.figures import Timeline
 from rl_conformance.peers import RemoteGeneration
@@ -39,7 +39,6 @@ from rl_conformance.weights import (
     same_weights,
 )
 from rl_core.errors import ConfigError, LifecycleError
-from rl_core.testing import Engine, Trainer
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from unittest import mock
 
 from rl_conformance.checks.common import frames_of, fresh_doubles, messages_of, renew_tensors
+from rl_conformance.doubles import Engine, Trainer
 from rl_conformance.expect import raised, require, same
 from rl_conformance.faults import at_the_first_bucket
 from rl_conformance.refits import (
@@ -24,7 +25,6 @@ from rl_conformance.registry import CORE, check
 from rl_conformance.training import NegativeLogLikelihood, training_batch
 from rl_conformance.weights import same_weights
 from rl_core.errors import LifecycleError, RefitCorrupted, RefitError, RLError
-from rl_core.testing import Engine, Trainer
 from rl_core.weights.protocol.messages import BucketReady
 from rl_core.weights.sending.sender import RefitSender
 from rl_core.weights.transports.control import ControlClient, ControlServer

@@ -7,7 +7,7 @@ import warnings
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from rl_conformance.doubles import Engines, broken_tensor
+from rl_conformance.doubles import Engine, Engines, Trainer, broken_tensor
 from rl_conformance.expect import raised, same
 from rl_conformance.faults import InjectedFault
 from rl_conformance.refits import (
@@ -25,7 +25,6 @@ from rl_conformance.training import NegativeLogLikelihood, training_batch
 from rl_conformance.ways import by_ticket, engine_for, exact, settable_trainer, shuffle
 from rl_conformance.weights import same_weights
 from rl_core.errors import LoopWarning
-from rl_core.testing import Engine, Trainer
 
 if TYPE_CHECKING:
     from collections.abc import Generator

@@ -15,6 +15,7 @@ import torch
 import zmq
 
 from rl_conformance.checks.common import frames_of, fresh_doubles, messages_of, renew_tensors
+from rl_conformance.doubles import Engine, Trainer
 from rl_conformance.expect import fail, raised, raises, require, same
 from rl_conformance.faults import at_the_first_bucket
 from rl_conformance.peers import RemotePolicy
@@ -24,7 +25,6 @@ from rl_conformance.ways import by_ticket
 from rl_conformance.weights import same_weights
 from rl_core.errors import RefitProtocolError, RLError
 from rl_core.ports import free_port
-from rl_core.testing import Engine, Trainer
 from rl_core.weights.protocol import frames, messages
 from rl_core.weights.protocol.messages import Offer
 from rl_core.weights.transports import find_transport

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import torch
 
-from rl_core.batch.data_dict import BatchedDataDict
+from rl_core.batch import BatchedDataDict
 from rl_core.config import as_int
 from rl_core.errors import DataError
 

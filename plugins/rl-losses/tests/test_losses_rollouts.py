@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 import torch
 
-from rl_core import BatchedDataDict, DataError, training_batch
+from rl_core import BatchedDataDict, DataError
 from rl_core.batch.provenance import Provenance
+from rl_losses import training_batch
 
 
 def output(**extra: Any) -> BatchedDataDict[Any]:
