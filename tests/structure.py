@@ -27,18 +27,18 @@ ROOT = Path(__file__).parent.parent
 FILE_LINES = 700
 #: Lines that a folder may have.
 BARS = {
-    "core/src/rl_core": 12_098,
-    "core/src/rl_core/batch": 1_549,
+    "core/src/rl_core": 11_643,
+    "core/src/rl_core/batch": 1_548,
     "core/src/rl_core/interfaces": 1_281,
     "core/src/rl_core/plugins": 825,
-    "core/src/rl_core/weights": 7_347,
+    "core/src/rl_core/weights": 6_898,
     "plugins/rl-train/src/rl_train": 4_478,
 }
 #: Lines of all tests and of what they are run with, for a hundred lines of the distributions.
 TEST_LINES = 79.3
 #: Share of a distribution's functions that may be private and have one caller, in percent.
 SINGLE = {
-    "rl_core": 6.0,
+    "rl_core": 5.6,
     "rl_collective": 6.4,
     "rl_hf": 7.5,
     "rl_hosting": 5.4,

@@ -309,7 +309,16 @@ def _check(hint: Any, value: Any, at: str, problems: list[_Problem | _Unknown]) 
     """Returns the checked copy of ``value``; what is wrong with it is added to ``problems``."""
     origin, args = get_origin(hint), get_args(hint)
     if origin is Annotated:
-        return _check_bounds(hint, value, at, problems)
+        before, checked = len(problems), _check(args[0], value, at, problems)
+        numeric = isinstance(checked, int | float)
+        for bound in args[1:] if len(problems) == before else ():
+            if isinstance(bound, Unsupported) and checked is not None:
+                text = f"'{at}' is {_show(value)}, and {bound.why}"
+                problems.append(_Problem(at, text, bound.fix))
+            elif isinstance(bound, Range) and numeric and checked not in bound:
+                fix = bound.fix or f"set '{at}' to a value {bound}"
+                problems.append(_Problem(at, f"'{at}' must be {bound}, got {_show(value)}", fix))
+        return checked
     if origin in (Union, types.UnionType):
         return _check_union(hint, args, value, at, problems)
     if is_typeddict(hint) and isinstance(value, Mapping):
@@ -343,20 +352,6 @@ def _plain(value: Any) -> Any:
     if type(value).__module__.split(".")[0] == "torch" and not hasattr(value, "item"):
         return str(value).removeprefix("torch.")
     return value.item() if hasattr(value, "item") and not getattr(value, "shape", (1,)) else value
-
-
-def _check_bounds(hint: Any, value: Any, at: str, problems: list[_Problem | _Unknown]) -> Any:
-    inner, *bounds = get_args(hint)
-    before = len(problems)
-    checked = _check(inner, value, at, problems)
-    for bound in bounds if len(problems) == before else ():
-        if isinstance(bound, Unsupported) and checked is not None:
-            text = f"'{at}' is {_show(value)}, and {bound.why}"
-            problems.append(_Problem(at, text, bound.fix))
-        elif isinstance(bound, Range) and isinstance(checked, int | float) and checked not in bound:
-            fix = bound.fix or f"set '{at}' to a value {bound}"
-            problems.append(_Problem(at, f"'{at}' must be {bound}, got {_show(value)}", fix))
-    return checked
 
 
 def _check_union(

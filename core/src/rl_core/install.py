@@ -18,9 +18,9 @@ __all__ = ["PROJECT", "engine_extra", "install_command", "origin_of"]
 
 #: The distributions of this project, with those that each requires besides rl-core.
 PROJECT = {
-    **dict.fromkeys(("rl-core", "rl-cli", "rl-collective", "rl-losses", "rl-nemo", "rl-trl"), ""),
+    **dict.fromkeys(("rl-core", "rl-cli", "rl-collective", "rl-losses", "rl-nemo"), ""),
     "rl-backends": "rl-cli",
-    **dict.fromkeys(("rl-hf", "rl-hosting", "rl-megatron"), "rl-cli rl-backends"),
+    **dict.fromkeys(("rl-hf", "rl-hosting", "rl-megatron", "rl-trl"), "rl-cli rl-backends"),
     **dict.fromkeys(("rl-ray", "rl-sglang", "rl-vllm"), "rl-cli rl-backends rl-hosting"),
     "rl-conformance": "rl-cli rl-backends rl-collective",
     "rl-train": "rl-cli rl-backends rl-losses",

@@ -18,7 +18,9 @@ from rl_core.errors import (
 )
 from rl_core.plugins.discovery import (
     BACKENDS,
-    GROUPS,
+    CONFORMANCE,
+    HOOKS,
+    TRANSPORTS,
     BackendListing,
     check_engine,
     list_backends,
@@ -53,7 +55,7 @@ def test_providers_come_from_metadata_without_importing_the_plugin(install: Inst
     assert "toy" not in sys.modules
 
 
-@pytest.mark.parametrize("group", GROUPS)
+@pytest.mark.parametrize("group", [BACKENDS, TRANSPORTS, HOOKS, CONFORMANCE])
 def test_every_group_is_listed(install: Install, group: str) -> None:
     install("rl-thing", {group: {"thing": "thing.module:THING"}})
     assert "rl-thing:thing" in [p.qualified_name for p in providers(group)]

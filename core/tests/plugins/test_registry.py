@@ -25,10 +25,7 @@ from rl_core.errors import (
 from rl_core.install import install_command
 from rl_core.plugins import registry
 from rl_core.plugins.discovery import BACKENDS, HOOKS
-from rl_core.plugins.hookspecs import (
-    emit,
-    weight_source_of,
-)
+from rl_core.plugins.hookspecs import emit, only_answer
 from rl_core.plugins.registry import find_provider, resolve
 from rl_core.weights.transports import find_transport
 
@@ -192,8 +189,15 @@ def test_embedded_environment_leaves_what_the_user_exported(
 def test_hook_that_raises_is_reported_under_its_plugins_name(install: Install) -> None:
     hooks(install, "def weight_source():\n    1 / 0\n")
     with pytest.raises(PluginError, match=r"rl-hooks 1\.0 .* weight_source raised Zero") as it:
-        weight_source_of(torch.nn.Linear(1, 1))
+        only_answer("weight_source", module=torch.nn.Linear(1, 1))
     assert isinstance(it.value.__cause__, ZeroDivisionError)
+
+
+def test_two_plugins_of_which_one_may_answer_are_both_named(install: Install) -> None:
+    hooks(install, "def refit_end(): return 1\n")
+    install("rl-more", {HOOKS: {"more": "more"}}, {"more": HOOK + "def refit_end(): return 2\n"})
+    with pytest.raises(PluginError, match=r"rl-hooks 1\.0 .* and rl-more .* all provide refit_end"):
+        only_answer("refit_end", party=object(), sends=True)
 
 
 @pytest.mark.parametrize(
@@ -206,7 +210,7 @@ def test_broken_hook_plugin_is_left_out_with_a_warning(install: Install, source:
     with pytest.warns(RuntimeWarning, match=r"rl-hooks 1\.0"):
         create_generation(CONFIG)
     with pytest.raises(PluginError, match=r"rl-hooks 1\.0"):
-        weight_source_of(torch.nn.Linear(1, 1))
+        only_answer("weight_source", module=torch.nn.Linear(1, 1))
 
 
 def test_a_plugin_that_cannot_be_loaded_takes_a_name_from_nobody(install: Install) -> None:

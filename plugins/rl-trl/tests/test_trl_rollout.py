@@ -11,8 +11,8 @@ import torch
 from transformers import TrainerCallback
 
 import rl_trl
+from rl_backends.modules import end_of
 from rl_core.errors import CapabilityError, ConfigError, DataError, LoopWarning
-from rl_core.weights.modules import sending_end
 from rl_trl import settings
 from rl_trl.agreement import score_tokens, trainer_logprobs
 
@@ -98,7 +98,7 @@ def test_the_engine_is_refit_once_for_each_step_that_generates(engine, trainer, 
     run = trainer(rl_trl.rollout(engine()), reward, **{"max_steps": 3, **how})
     run.train()
     assert seen == [[version] * 8 for version in versions]
-    assert origins == {sending_end(run.model).weights_origin}
+    assert origins == {end_of(run.model, sends=True).weights_origin}
     assert max(logged(run, APART)) < 1e-4
 
 

@@ -1,13 +1,7 @@
 """Bin packing: which sequences share one row of ``capacity`` tokens.
 
 Every algorithm is a function from lengths to bins. They differ in how much order they keep and how
-little space they waste; none looks at every open bin for every sequence:
-
-- *first fit decreasing* keeps the bins that have room for the current length in one heap and the
-  others, by room, in a second. Lengths only shrink, so a bin changes heaps once per visit.
-- *first fit* in any other order asks a tree of maxima for the leftmost bin with enough room.
-- *modified first fit decreasing* (Johnson and Garey 1985, "A 71/60 theorem for bin packing") takes
-  the largest sequence that still fits from a pool in which used-up lengths are linked past.
+little space they waste; none looks at every open bin for every sequence.
 """
 
 from __future__ import annotations
@@ -120,7 +114,9 @@ def bin_loads(lengths: Lengths, bins: Sequence[Sequence[int]]) -> Lengths:
     return loads
 
 
-def _first_fit_decreasing(lengths: Lengths, capacity: int, _seed: int = 0) -> Bins:
+def first_fit_decreasing(lengths: Lengths, capacity: int, _seed: int = 0) -> Bins:
+    """The longest first, into the first bin that has room."""
+    # Lengths only shrink, so a bin changes between the two heaps once per visit.
     order = np.argsort(-lengths, kind="stable")
     # Runs of one length are placed together: as many as fit into the first bin with room.
     sizes, starts = np.unique(-lengths[order], return_index=True)
@@ -152,7 +148,8 @@ def _first_fit_decreasing(lengths: Lengths, capacity: int, _seed: int = 0) -> Bi
     return bins
 
 
-def _first_fit_shuffle(lengths: Lengths, capacity: int, seed: int) -> Bins:
+def first_fit_shuffle(lengths: Lengths, capacity: int, seed: int) -> Bins:
+    """In a shuffled order; a tree of maxima has the leftmost bin with enough room."""
     order = np.random.default_rng(seed).permutation(len(lengths))
     leaves = 1 << (len(order) - 1).bit_length()
     room = [capacity] * (2 * leaves)  # node i holds the maximum of nodes 2i and 2i + 1
@@ -176,7 +173,8 @@ def _first_fit_shuffle(lengths: Lengths, capacity: int, seed: int) -> Bins:
     return bins
 
 
-def _concatenative(lengths: Lengths, capacity: int, _seed: int = 0) -> Bins:
+def concatenative(lengths: Lengths, capacity: int, _seed: int = 0) -> Bins:
+    """In the order of the batch; a sequence that does not fit begins a new bin."""
     bins: Bins = []
     room = 0
     for row, length in enumerate(lengths.tolist()):
@@ -222,9 +220,10 @@ class _Pool:
         return (self.rows[slot - 1].pop(), self.sizes[slot - 1]) if slot else None
 
 
-def _modified_first_fit_decreasing(lengths: Lengths, capacity: int, _seed: int = 0) -> Bins:
+def modified_first_fit_decreasing(lengths: Lengths, capacity: int, _seed: int = 0) -> Bins:
+    """As Johnson and Garey describe it: "A 71/60 theorem for bin packing", 1985."""
     if 2 * int(lengths.max()) <= capacity:  # nothing to pair: what follows would come to the same
-        return _first_fit_decreasing(lengths, capacity)
+        return first_fit_decreasing(lengths, capacity)
     rows = np.argsort(-lengths, kind="stable")
     portion = lengths[rows]
     is_large = 2 * portion > capacity
@@ -262,15 +261,15 @@ def _modified_first_fit_decreasing(lengths: Lengths, capacity: int, _seed: int =
             room[target] -= found[1]
     left = np.sort(rest.remaining())
     if len(left):
-        last = _first_fit_decreasing(lengths[left], capacity)
+        last = first_fit_decreasing(lengths[left], capacity)
         bins += [left[members].tolist() for members in last]
     return bins
 
 
 #: Name of each algorithm, as ``SequencePackingArgs["algorithm"]`` spells it.
 ALGORITHMS: dict[str, Callable[[Lengths, int, int], Bins]] = {
-    "concatenative": _concatenative,
-    "first_fit_decreasing": _first_fit_decreasing,
-    "first_fit_shuffle": _first_fit_shuffle,
-    "modified_first_fit_decreasing": _modified_first_fit_decreasing,
+    "concatenative": concatenative,
+    "first_fit_decreasing": first_fit_decreasing,
+    "first_fit_shuffle": first_fit_shuffle,
+    "modified_first_fit_decreasing": modified_first_fit_decreasing,
 }

@@ -36,9 +36,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "BACKENDS",
-    "COMMANDS",
     "CONFORMANCE",
-    "GROUPS",
     "HOOKS",
     "TRANSPORTS",
     "BackendListing",
@@ -56,8 +54,6 @@ BACKENDS = "rl_core.backends"
 TRANSPORTS = "rl_core.transports"
 HOOKS = "rl_core.plugins"
 CONFORMANCE = "rl_core.conformance"
-COMMANDS = "rl_core.commands"
-GROUPS = (BACKENDS, TRANSPORTS, HOOKS, CONFORMANCE, COMMANDS)
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,16 +2,10 @@
 
 A plugin names a module (or an object) in the entry-point group ``rl_core.plugins`` and marks
 functions of it with :data:`hookimpl`; each takes those arguments of the specification that it
-needs::
-
-    from rl_core.plugins.hookspecs import hookimpl
-
-    @hookimpl
-    def on_event(event):
-        print(event.name, dict(event.data))
+needs.
 
 A hook that raises is reported under the name of its plugin: as an error where the result matters
-(``weight_source``), in the log for observers (``on_event``).
+(``refit_end``, ``weight_source``), in the log for observers (``on_event``).
 """
 
 from __future__ import annotations
@@ -33,7 +27,7 @@ if TYPE_CHECKING:
 
     from rl_core.interfaces import WeightSource
 
-__all__ = ["Event", "HookSpecs", "broken_hooks", "emit", "hookimpl", "hookspec", "weight_source_of"]
+__all__ = ["Event", "HookSpecs", "broken_hooks", "emit", "hookimpl", "hookspec", "only_answer"]
 
 _PROJECT = "rl_core"
 hookspec = pluggy.HookspecMarker(_PROJECT)
@@ -57,6 +51,14 @@ class Event:
 
 class HookSpecs:
     """The hooks. None as a result means: no answer."""
+
+    @hookspec
+    def refit_end(self, party: Any, sends: bool) -> Any:
+        """Returns what sends, or takes, weights for a party of ``refit`` that is no backend.
+
+        It has a policy's methods of a refit and an attribute ``rename``, or an engine's methods. It
+        is the same as long as the party lives.
+        """
 
     @hookspec
     def weight_source(self, module: nn.Module) -> WeightSource | None:
@@ -116,23 +118,25 @@ def _outcomes(hook: str, **arguments: Any) -> Iterator[tuple[str, Any, Exception
             yield name, None, named
 
 
-def weight_source_of(module: nn.Module) -> WeightSource | None:
-    """What a plugin reads a module with; None if no plugin knows it.
+def only_answer(hook: str, **arguments: Any) -> Any:
+    """What the one plugin answers that knows the first argument; None if none does.
 
     Raises:
-        PluginError: Two plugins know it, or one is broken.
+        PluginError: Two plugins answer, or one is broken.
     """
-    found: list[tuple[str, WeightSource]] = []
-    for plugin, source, error in _outcomes("weight_source", module=module):
+    found: list[tuple[str, Any]] = []
+    for plugin, answer, error in _outcomes(hook, **arguments):
         if error is not None:
             raise error
-        found.append((plugin, source))
+        found.append((plugin, answer))
     if len(found) > 1:
-        for _, source in found:
-            source.close()
+        for _, answer in found:
+            if close := getattr(answer, "close", None):
+                close()
+        subject, *_ = arguments.values()
         raise PluginError(
-            f"the plugins {' and '.join(plugin for plugin, _ in found)} all provide the weights of "
-            f"a {type(module).__name__}, and only one may",
+            f"the plugins {' and '.join(plugin for plugin, _ in found)} all provide {hook} for a "
+            f"{type(subject).__name__}, and only one may",
             fix="uninstall one of them",
         )
     return found[0][1] if found else None

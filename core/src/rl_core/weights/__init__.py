@@ -6,7 +6,6 @@ a :class:`RefitReceiver`. ``docs/protocol.md`` states the protocol.
 
 from rl_core.weights.data.manifest import WeightManifest
 from rl_core.weights.driver import refit
-from rl_core.weights.modules import ModuleReceiver, ModuleSender
 from rl_core.weights.options import DEFAULT_BUCKET_BYTES, DEFAULT_DEADLINE_S, SendOptions
 from rl_core.weights.receiving.receiver import RefitReceiver
 from rl_core.weights.report import RefitReport
@@ -15,8 +14,6 @@ from rl_core.weights.sending.sender import RefitSender
 __all__ = [
     "DEFAULT_BUCKET_BYTES",
     "DEFAULT_DEADLINE_S",
-    "ModuleReceiver",
-    "ModuleSender",
     "RefitReceiver",
     "RefitReport",
     "RefitSender",

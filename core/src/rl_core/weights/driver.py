@@ -7,7 +7,7 @@ import threading
 import time
 import warnings
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, suppress
 from ipaddress import ip_address
 from typing import TYPE_CHECKING, Any
@@ -26,10 +26,10 @@ from rl_core.errors import (
     RLError,
 )
 from rl_core.futures import as_concurrent, wait, within
+from rl_core.install import install_command
 from rl_core.interfaces import GenerationInterface, PolicyInterface, WeightSource
 from rl_core.plugins import hookspecs
 from rl_core.weights.engine_lock import EngineLock, exclusively
-from rl_core.weights.modules import ModuleSender, Rename, receiving_end, sending_end
 from rl_core.weights.options import SendOptions
 from rl_core.weights.protocol.session import Phase, repeats_peer_error
 from rl_core.weights.protocol.timing import DRIVER_GRACE_S, TICK_S, report_margin_s
@@ -51,7 +51,7 @@ def refit(
     policy: ColocatablePolicyInterface | nn.Module | WeightSource,
     generation: GenerationInterface | nn.Module,
     *,
-    rename: Rename | None = None,
+    rename: Callable[[str], str | None] | None = None,
     retries: int = 0,
     address: str | None = None,
     **options: Any,
@@ -60,7 +60,7 @@ def refit(
 
     Args:
         policy: The trainer, embedded or in workers. Or the module that somebody else trains, or a
-            source of weights: see :mod:`rl_core.weights.modules`.
+            source of weights: see :mod:`rl_backends.modules`.
         generation: The engine, embedded or in workers; all of its replicas commit or none. Or the
             module that somebody else generates with, which is written to in place.
         rename: For a module: gives its tensors the checkpoint's names; None leaves one out.
@@ -87,19 +87,19 @@ def refit(
         DeadlineError: A worker, which is named, did not answer; or neither side reported its delay;
             or another call of ``refit`` for one of the two did not end in time.
     """
-    sends = isinstance(policy, nn.Module | WeightSource) or hasattr(policy, "send_weights")
-    takes = isinstance(generation, nn.Module) or hasattr(generation, "receive_weights")
+    sender, receiver = _end(policy, "send_weights"), _end(generation, "receive_weights")
     swapped = isinstance(policy, GenerationInterface) or isinstance(generation, PolicyInterface)
-    if swapped or not sends or not takes:
+    if swapped or sender is None or receiver is None:
         fix = "call refit(policy, generation): the trainer, or its module, comes first"
         if isinstance(policy, Mapping) or isinstance(generation, Mapping):
             fix = "pass the module itself, not its state_dict()"
+        elif isinstance(policy if sender is None else generation, nn.Module):
+            fix = f"for refits of modules: {install_command('rl-backends')}"
         raise ConfigError(
             f"refit(policy, generation) got a {type(policy).__name__} to send weights, and a "
             f"{type(generation).__name__} to receive them",
             fix=fix,
         )
-    sender, receiver = sending_end(policy), receiving_end(generation)
     if rename is not None and sender is policy:
         raise ConfigError(
             "refit: rename is only for a torch module", fix="leave rename out", key="rename"
@@ -150,6 +150,13 @@ def refit(
                 stacklevel=2,
             )
         return report
+
+
+def _end(party: Any, method: str) -> Any:
+    """What has the method: the party itself, or what a plugin provides for it; None if nothing."""
+    if hasattr(party, method):
+        return party
+    return hookspecs.only_answer("refit_end", party=party, sends=method == "send_weights")
 
 
 def _turn(side: Any, end: float) -> AbstractContextManager[None]:
@@ -255,9 +262,9 @@ def warn_of_sampling(policy: Any, generation: Any) -> None:
     Both are known wherever the two run: a backend on a cluster has its configuration here.
     """
     sampling = getattr(generation, "sampling", None)
-    if sampling is None or isinstance(policy, ModuleSender) or generation in _told:
+    if sampling is None or not hasattr(policy, "config") or generation in _told:
         return
-    ours = float(getattr(policy, "config", {}).get("temperature", 1.0))
+    ours = float(policy.config.get("temperature", 1.0))
     if text := off_policy("the engine samples with", sampling.distribution, ours):
         _told.add(generation)
         text += " Ignore rl_core.LoopWarning for an engine that is for evaluation alone."

@@ -6,6 +6,7 @@ import time
 from typing import Any
 
 import pytest
+import torch
 from installed import Install
 from simple_pair import BUCKET, SOON, Engine, Replicas, blank, go, same
 
@@ -327,6 +328,15 @@ def on_event(event):
     import listener
 
     assert listener.heard == ["refit_started", "refit_committed"]
+
+
+def test_a_module_without_a_plugin_for_modules_names_what_to_install(pair, monkeypatch):
+    monkeypatch.setattr(hookspecs, "only_answer", lambda hook, **_: None)
+    trainer, engine = pair
+    for sides in ((torch.nn.Linear(1, 1), engine), (trainer, torch.nn.Linear(1, 1))):
+        with pytest.raises(ConfigError, match="got a") as refused:
+            go(*sides)
+        assert "rl-backends" in str(refused.value.fix)
 
 
 # -- transports -----------------------------------------------------------------------------------

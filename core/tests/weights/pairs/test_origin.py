@@ -126,13 +126,13 @@ def test_two_drivers_of_one_trainer_are_one_origin(pair):
 def test_a_module_has_one_origin_as_long_as_it_lives():
     from torch import nn
 
-    from rl_core.weights import ModuleSender, refit
-    from rl_core.weights.modules import receiving_end, sending_end
+    from rl_backends.modules import ModuleSender, end_of
+    from rl_core.weights import refit
 
     trained, other, engine = nn.Linear(2, 2), nn.Linear(2, 2), nn.Linear(2, 2)
     report = refit(trained, engine, deadline_s=SOON)
-    assert report.origin == sending_end(trained).weights_origin
-    assert receiving_end(engine).weights_origin == report.origin
+    assert report.origin == end_of(trained, sends=True).weights_origin
+    assert end_of(engine, sends=False).weights_origin == report.origin
     trained.load_state_dict(other.state_dict())  # as a checkpoint is loaded
     assert refit(trained, engine, deadline_s=SOON).origin == report.origin
     with pytest.warns(LoopWarning, match="Linear had version 2 of origin"):

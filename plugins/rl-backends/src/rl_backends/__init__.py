@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from rl_backends.policy.base import PolicyBackend
     from rl_backends.policy.refits import PolicyRefits
     from rl_backends.policy.rows import RowLimits
-    from rl_core.weights.spellings import Receiver
+    from rl_backends.spellings import Receiver
 
 __all__ = [
     "TAGS",
@@ -46,7 +46,7 @@ _HOME = {
     "PolicyBackend": "rl_backends.policy.base",
     "PolicyRefits": "rl_backends.policy.refits",
     "PromptBatch": "rl_backends.generation.prompts",
-    "Receiver": "rl_core.weights.spellings",
+    "Receiver": "rl_backends.spellings",
     "RowLimits": "rl_backends.policy.rows",
 }
 

@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
+from rl_backends.modules import plain_name
 from rl_core.errors import CapabilityError, ConfigError
 from rl_core.install import install_command
-from rl_core.weights.modules import plain_name
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -23,14 +23,17 @@ from rl_core.errors import (
     RLError,
 )
 from rl_core.install import install_command
-from rl_core.plugins.discovery import COMMANDS, load_object, providers
+from rl_core.plugins.discovery import load_object, providers
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     AnyCommand: TypeAlias = Callable[[list[str]], int | None]
 
-__all__ = ["main"]
+__all__ = ["COMMANDS", "main"]
+
+#: The entry-point group of sub-commands.
+COMMANDS = "rl_core.commands"
 
 _OWN = {"backends": "rl_cli.backends:app", "env": "rl_cli.environment:app"}
 #: Commands of other distributions, so that users without these learn where they are.

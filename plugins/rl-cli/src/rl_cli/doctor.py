@@ -4,9 +4,18 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
+from rl_cli import COMMANDS
 from rl_core.errors import MissingEngineError
 from rl_core.install import install_command
-from rl_core.plugins.discovery import BACKENDS, GROUPS, inspect_all, load_object, providers
+from rl_core.plugins.discovery import (
+    BACKENDS,
+    CONFORMANCE,
+    HOOKS,
+    TRANSPORTS,
+    inspect_all,
+    load_object,
+    providers,
+)
 from rl_core.plugins.hookspecs import broken_hooks
 from rl_core.plugins.registry import match_providers
 
@@ -14,6 +23,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 __all__ = ["Finding", "diagnose"]
+
+_GROUPS = (BACKENDS, TRANSPORTS, HOOKS, CONFORMANCE, COMMANDS)
 
 
 class Finding(NamedTuple):
@@ -44,7 +55,7 @@ def diagnose(name: str | None = None) -> Iterator[Finding]:
             for text in load_object(examine.value, examine)(each):
                 fix = f"report this to the authors of {each.provider.distribution}"
                 yield Finding("error", subject, text, fix)
-    for group in GROUPS if name is None else (BACKENDS,):
+    for group in _GROUPS if name is None else (BACKENDS,):
         known = providers(group) if name is None else [each.provider for each in listings]
         for this in known:
             if this.problem and group != BACKENDS:

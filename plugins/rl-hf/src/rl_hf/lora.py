@@ -9,9 +9,9 @@ import msgspec
 import torch
 
 from rl_backends import adapters
+from rl_backends.modules import plain_name, whole_tensors
 from rl_backends.torch.reference import Reference
 from rl_core.errors import CapabilityError, ConfigError
-from rl_core.weights.modules import plain_name, whole_tensors
 from rl_core.weights.tensors import NamedTensorSource, tensor_specs
 
 if TYPE_CHECKING:

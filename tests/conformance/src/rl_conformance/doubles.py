@@ -15,8 +15,8 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 from unittest import mock
 
+from rl_backends.spellings import SendsWeights, TakesWeights
 from rl_core.weights import RefitReceiver, RefitSender
-from rl_core.weights.spellings import SendsWeights, TakesWeights
 from rl_core.weights.tensors import NamedTensorSink, NamedTensorSource
 
 if TYPE_CHECKING:

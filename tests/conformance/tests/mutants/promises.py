@@ -18,13 +18,13 @@ import torch
 
 from mutants.mutant import breaks
 from rl_backends.generation import base as generation
+from rl_backends.spellings import TakesWeights
 from rl_conformance.reference.generation import ReferenceGeneration
 from rl_conformance.reference.policy import ReferencePolicy
 from rl_core.weights.data.digests import BlockHash, Hasher
 from rl_core.weights.protocol.sender_session import SenderSession
 from rl_core.weights.receiving import loading as _loading
 from rl_core.weights.receiving.receiver import RefitReceiver
-from rl_core.weights.spellings import TakesWeights
 
 _SESSION_BYTES = 16
 

@@ -25,21 +25,21 @@ from rl_backends.generation.row_stream import RowStream
 from rl_backends.generation.rows import Completion, ModelFacts, SamplingParams
 from rl_backends.generation.serving import CallDeadline, Mailbox, RowService, ServedCall
 from rl_backends.inputs import TAGS, as_batch, check_greedy, tags_of
+from rl_backends.spellings import TakesWeights
 from rl_core.errors import ConfigError, LifecycleError
 from rl_core.interfaces import GenerationInterface
 from rl_core.plugins.discovery import load_object
 from rl_core.weights import DEFAULT_DEADLINE_S, RefitReceiver
 from rl_core.weights.engine_lock import EngineLock, exclusively
-from rl_core.weights.spellings import TakesWeights
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping
 
     from rl_backends.generation.rows import RowEngine
+    from rl_backends.spellings import Receiver
     from rl_core.batch import BatchedDataDict
     from rl_core.batch.provenance import Provenance
     from rl_core.interfaces import GenerationOutputSpec, WeightSink, WorkerContext
-    from rl_core.weights.spellings import Receiver
 
 __all__ = ["GenerationBackend"]
 

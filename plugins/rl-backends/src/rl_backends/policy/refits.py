@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Any
 from rl_backends.gathering import GatheredSource
 from rl_backends.gathering.changes import WeightChanges
 from rl_backends.policy.loop_checks import LoopChecks
+from rl_backends.spellings import SendsWeights
 from rl_core.errors import CapabilityError, ConfigError
 from rl_core.interfaces import ColocatablePolicyInterface
 from rl_core.weights import RefitSender, SendOptions
 from rl_core.weights.sending.sources import GuardedSource
-from rl_core.weights.spellings import SendsWeights
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -23,11 +23,11 @@ from rl_backends.generation.prompts import (
 from rl_backends.generation.row_stream import RowStream
 from rl_backends.generation.rows import SamplingParams
 from rl_backends.inputs import as_batch, check_greedy
+from rl_backends.spellings import TakesWeights
 from rl_core.batch import BatchedDataDict
 from rl_core.errors import DeadlineError, WeightsTornError
 from rl_core.futures import as_concurrent
 from rl_core.interfaces import GenerationInterface
-from rl_core.weights.spellings import TakesWeights
 from rl_hosting.cluster.remote import RemoteBackend, through
 from rl_hosting.cluster.sharding import Loads, collect
 

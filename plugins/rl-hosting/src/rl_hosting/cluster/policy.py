@@ -12,9 +12,9 @@ from rl_backends.gathering import join_ranks
 from rl_backends.inputs import as_batch
 from rl_backends.policy.loop import checkpoint_path, scalars, timed
 from rl_backends.policy.loop_checks import LoopChecks, reward_spread
+from rl_backends.spellings import SendsWeights
 from rl_core.interfaces import ColocatablePolicyInterface as Colocatable
 from rl_core.interfaces import PolicyInterface
-from rl_core.weights.spellings import SendsWeights
 from rl_hosting.cluster.remote import RemoteBackend, through
 from rl_hosting.cluster.sharding import RowRanks, collect, padded_shards, training_shards
 

@@ -18,14 +18,14 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
+from rl_backends.spellings import SendsWeights, TakesWeights
 from rl_core.errors import CapabilityError, LifecycleError
 from rl_core.install import install_command
 from rl_core.interfaces import WeightSource
-from rl_core.plugins.hookspecs import weight_source_of
+from rl_core.plugins.hookspecs import only_answer
 from rl_core.weights.receiving.receiver import RefitReceiver
 from rl_core.weights.sending.sender import RefitSender
 from rl_core.weights.sending.sources import GuardedSource
-from rl_core.weights.spellings import SendsWeights, TakesWeights
 from rl_core.weights.tensors import NamedTensorSink, NamedTensorSource, module_tensors
 
 if TYPE_CHECKING:
@@ -37,9 +37,8 @@ __all__ = [
     "ModuleReceiver",
     "ModuleSender",
     "Rename",
+    "end_of",
     "plain_name",
-    "receiving_end",
-    "sending_end",
     "whole_tensors",
 ]
 
@@ -133,18 +132,15 @@ _ends: weakref.WeakKeyDictionary[Any, dict[type, Any]] = weakref.WeakKeyDictiona
 _making_ends = threading.Lock()
 
 
-def sending_end(trainer: Any) -> Any:
-    """What sends for a module or a source: one for as long as it lives; a policy is its own."""
-    return _end(trainer, ModuleSender) if isinstance(trainer, nn.Module | WeightSource) else trainer
+def end_of(party: Any, *, sends: bool) -> Any:
+    """What sends or receives for a module, or sends for a source: one for as long as it lives.
 
-
-def receiving_end(engine: Any) -> Any:
-    """What receives for a module: one for as long as it lives; an engine is its own."""
-    return _end(engine, ModuleReceiver) if isinstance(engine, nn.Module) else engine
-
-
-def _end(model: Any, kind: type[ModuleSender | ModuleReceiver]) -> Any:
-    model = unwrapped(model)
+    Returns:
+        A :class:`ModuleSender` or a :class:`ModuleReceiver`; None if the party is none of these.
+    """
+    if not isinstance(party, nn.Module | WeightSource if sends else nn.Module):
+        return None
+    model, kind = unwrapped(party), ModuleSender if sends else ModuleReceiver
     with _making_ends:  # two threads that refit a new module at once get the same end
         ends = _ends.setdefault(model, {})
         if kind not in ends:
@@ -208,7 +204,8 @@ class _Watched(GuardedSource):
     """What a refit reads of a module; it ends if the module changes, as far as torch tells."""
 
     def __init__(self, module: nn.Module, rename: Rename | None) -> None:
-        source = weight_source_of(module) or NamedTensorSource(_without_adapters(module))
+        known = only_answer("weight_source", module=module)
+        source = known or NamedTensorSource(_without_adapters(module))
         super().__init__(source, self._check, rename or str)
         self._tensors = list(module_tensors(module).values())
         self._counted = self._counts()

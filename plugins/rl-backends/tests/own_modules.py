@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from rl_backends.modules import ModuleReceiver
 from rl_core.futures import wait
-from rl_core.weights import ModuleReceiver
 
 
 class Model(nn.Module):
