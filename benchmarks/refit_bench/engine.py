@@ -12,10 +12,12 @@ import torch
 
 from rl_core.errors import DeadlineError
 from rl_core.futures import wait
+from rl_core.interfaces import Piece
 from rl_core.interfaces.weights import TensorSpec, WeightSink, WeightSource
 from rl_core.weights.data.digests import BlockHash, Hasher
 from rl_core.weights.data.plan import SLOTS
 from rl_core.weights.receiving.receiver import RefitReceiver
+from rl_core.weights.tensors import whole_pieces
 from rl_core.weights.transports import find_transport
 from rl_core.weights.transports.base import NoLane
 
@@ -53,16 +55,12 @@ class Tensors(WeightSource, WeightSink):
         """See :meth:`WeightSource.tensors`."""
         return ((name, self.held[name]) for name in names)
 
-    def persistent(self) -> Mapping[str, torch.Tensor]:
-        """See :meth:`WeightSource.persistent`."""
-        return self.held
+    def pieces(self) -> Sequence[Piece]:
+        """See :meth:`WeightSource.pieces`."""
+        return whole_pieces(self.held)
 
     def confirm(self) -> None:
         """Nothing changes while a refit is measured."""
-
-    def targets(self) -> Mapping[str, torch.Tensor]:
-        """See :meth:`WeightSink.targets`."""
-        return self.held
 
     def change(self, names: Iterable[str]) -> None:
         """Makes these tensors other ones, in one element."""

@@ -12,7 +12,7 @@ from rl_backends.engine.derived_weights import tensors_in
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = ["layers", "tensors"]
+__all__ = ["kept", "layers", "tensors"]
 
 
 def tensors(sink: Callable[[], Any]) -> dict[str, list[Any]]:
@@ -40,3 +40,14 @@ def layers(sink: Callable[[], Any]) -> dict[str, Any]:
         "derived": sorted(found.derived),
         "most_open_bytes": found.most_open_bytes,
     }
+
+
+def kept(sink: Callable[[], Any]) -> list[int]:
+    """Bytes that the worker keeps as pieces, and of tensors that it is sent whole."""
+    sink_now = sink()
+    sizes = {spec.name: spec.nbytes for spec in sink_now.specs()}
+    pieces = sink_now.pieces()
+    return [
+        sum(piece.tensor.nbytes for piece in pieces if piece.tensor is not None),
+        sum(sizes[piece.name] for piece in pieces if piece.tensor is None),
+    ]

@@ -138,6 +138,23 @@ def test_every_way_of_the_bytes_reaches_every_worker(kind, start, tiny):
     policy.shutdown()
 
 
+@pytest.mark.parametrize("mode", ["direct", "packed"])
+def test_a_worker_is_sent_the_bytes_that_it_keeps(kind, start, tiny, mode, monkeypatch):
+    engine = start("qwen3", {kind.backend.workers_key: 2}, torch_dtype="float32")
+    policy, states = hf_policy(tiny("qwen3")), []
+    adopt = engine._receiver._adopt
+    monkeypatch.setattr(engine._receiver, "_adopt", lambda s: (states.extend(s), adopt(s)))
+    shake(policy, 1)
+    report = refit(policy, engine, mode=mode, deadline_s=60.0)
+    kept = engine.call_in_workers("engines.held:kept")
+    assert report.mode == mode
+    assert [state["result"]["bytes"] for state in states] == [sum(one) for one in kept]
+    whole = sum(spec.nbytes for spec in policy.weight_source().specs() if not spec.alias_of)
+    # Norms are whole on both, and rows of the vocabulary are padded at its end.
+    assert all(called == 0 and 0.45 < pieces / whole < 0.55 for pieces, called in kept)
+    policy.shutdown()
+
+
 @pytest.fixture
 def same_environment():
     """Takes back what a test exports, as Ray does: engines of another environment share nothing."""

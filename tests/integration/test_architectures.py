@@ -64,7 +64,7 @@ class ForgetsOne(ReferenceGeneration):
 
     def weight_sink(self) -> NamedTensorSink:
         class Sink(NamedTensorSink):
-            def targets(self) -> None:
+            def pieces(self) -> None:
                 return None
 
             def write(self, name: str, *args: Any, **kwargs: Any) -> None:

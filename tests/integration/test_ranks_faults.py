@@ -109,7 +109,7 @@ def at(phase: str, engine: ReferenceGeneration, happens: Callable[[], None]) -> 
 
         def sink() -> WeightSink:
             made = make()
-            made.targets = lambda: None  # so that every tensor is written through the sink
+            made.pieces = lambda: None  # so that every tensor is written through the sink
             begin, write, finish = made.begin, made.write, made.finish
             if phase == "admit":
                 made.begin = lambda version: (once(), begin(version))[1]

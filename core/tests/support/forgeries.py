@@ -14,6 +14,7 @@ from rl_core.weights.protocol.messages import (
     Failed,
     FromReceiver,
     FromSender,
+    LaneInfo,
     Loaded,
     Prepared,
     Ready,
@@ -25,6 +26,10 @@ from rl_core.weights.protocol.session import Phase
 if TYPE_CHECKING:
     from simulation.network import Network
     from simulation.parties import Engine
+
+
+#: Other plans, parts that are left out, and other memory.
+LANES = [("", b"", {}), ("", b"\1", {"lane": 0}), ("", b"", {"lane": 10**6})]
 
 
 def forgeries(message: msgspec.Struct) -> list[msgspec.Struct]:
@@ -56,7 +61,9 @@ def _others(name: str, value: Any) -> list[Any]:
             return [(*value, "GPU-x")]
     return {
         "dtypes": [{}, {"a": "bfloat16"}, {"a": "int8"}, {"x": "float32"}],
-        "lane": [{}, {"lane": 0}, {"lane": 10**6}],
+        "keeps": [{0: ()}, {1: (((0, 1),),)}, {10**6: ()}, {0: (((0, 9), (0, 9)),)}],
+        "cuts": [{0: ((3,), ())}, {0: ((99,), ())}, {10**6: ()}],
+        "lanes": [{}, *({0: LaneInfo(*given)} for given in LANES)],
         "kv_scales": [{"k": 1.0}],
     }[name]
 

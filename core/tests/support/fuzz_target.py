@@ -22,6 +22,7 @@ from rl_core.errors import RefitProtocolError, RLError
 from rl_core.interfaces import TensorSpec
 from rl_core.weights import RefitReceiver, RefitSender, SendOptions, WeightManifest
 from rl_core.weights.connections import Connection
+from rl_core.weights.data.parts import Partition
 from rl_core.weights.data.plan import DataMode, make_plan
 from rl_core.weights.protocol import frames
 from rl_core.weights.protocol import messages as m
@@ -57,10 +58,11 @@ TOKEN, NONCE, BUCKET, SESSION = "token", b"n" * 16, 64, "session"
 TENSORS = {"a": torch.arange(40.0), "b": torch.ones(3, 2), "c": torch.tensor(1.5)}
 SPECS = tensor_specs(TENSORS)
 MANIFEST = WeightManifest(tuple(SPECS))
-PLAN = make_plan(MANIFEST, BUCKET, DataMode.PACKED)
+PLAN = make_plan(Partition(MANIFEST), BUCKET, DataMode.PACKED)
 DIGESTS = [bytes(16 * len(bucket.segments)) for bucket in PLAN.buckets]
 OFFER = m.Offer(SESSION, "trainer", 1, MANIFEST.digest, "none", "quiesced", False, {})
-PREPARE = m.Prepare(SESSION, PLAN.digest, BUCKET, False, b"", {"at": 1}, 60.0)
+LANES = {0: m.LaneInfo(PLAN.digest, b"", {"at": 1})}
+PREPARE = m.Prepare(SESSION, BUCKET, False, {}, LANES, 60.0)
 FROM_SENDER: list[Any] = [
     OFFER,
     PREPARE,
@@ -140,7 +142,10 @@ def decoded(frame: bytes, reader: frames.Channel, seen: Counter[str]) -> Any:
 
 def receiver_session(choices: Choices, seen: Counter[str]) -> None:
     session = ReceiverSession(
-        FROM_RECEIVER[0], manifest=MANIFEST.digest, dtypes={}, deadline_s=60.0
+        FROM_RECEIVER[0],
+        manifest=MANIFEST.digest,
+        ready=lambda _: FROM_RECEIVER[1],
+        deadline_s=60.0,
     )
     perform(session, session.start())
     for message in script(choices, FROM_SENDER[:-1], "sender", FROM_SENDER, seen):
@@ -193,13 +198,14 @@ def perform(session: Any, effects: list[Effect]) -> None:
                 msgspec.msgpack.encode(message)
                 following: list[Effect] = []
             case MakePlan():
-                following = session.planned(PREPARE, len(PLAN.buckets), 2)
+                prepares = dict.fromkeys(session.peers, PREPARE)
+                following = session.planned(prepares, len(PLAN.buckets), 2)
             case Pack(index):
                 following = session.packed(index, DIGESTS[index])
             case Confirm():
-                following = session.confirmed("")
+                following = session.confirmed(dict.fromkeys(session.peers, ""))
             case Attach():
-                following = session.attached(len(PLAN.buckets))
+                following = session.attached({0: len(PLAN.buckets)})
             case Load(index):
                 session.mark_torn()
                 following = session.loaded(index)

@@ -42,7 +42,8 @@ if TYPE_CHECKING:
 S, DEADLINE_S = "this", 60.0
 OFFER = Offer(S, "trainer", 1, "manifest", "wire", "quiesced", False, {})
 READY = Ready(S, {}, b"", ())
-PREPARE = Prepare(S, "plan", 64, False, b"", {}, DEADLINE_S)
+SEAL = Seal(S, "digest")
+PREPARE = Prepare(S, 64, False, {}, {}, DEADLINE_S)
 HELLOS = [Hello(f"id{i}", "engine", 100 + i, bytes([i]) * 16, 1) for i in range(3)]
 
 
@@ -55,7 +56,8 @@ class Clock:
 
 def new_receiver(**options: Any) -> ReceiverSession:
     return ReceiverSession(
-        HELLOS[0], **{"manifest": "manifest", "dtypes": {}, "deadline_s": DEADLINE_S} | options
+        HELLOS[0],
+        **{"manifest": "manifest", "ready": lambda _: READY, "deadline_s": DEADLINE_S} | options,
     )
 
 
@@ -94,11 +96,19 @@ def sent(index: int) -> Send:
     return Send(BucketReady(S, index, b"digests"))
 
 
+def planned(sender: SenderSession, buckets: int = 2) -> list[Effect]:
+    return sender.planned({"p0": PREPARE, "p1": PREPARE}, buckets, 2)
+
+
+def confirmed(sender: SenderSession) -> list[Effect]:
+    return sender.confirmed({"p0": "digest", "p1": "digest"})
+
+
 RECEIVER: list[Step] = [
     ("discover", lambda r: r.start(), Phase.DISCOVER, [Send(HELLOS[0])]),
     ("ready", hears(OFFER), Phase.PREPARE, [Send(READY)]),
     ("attaching", hears(PREPARE), Phase.PREPARE, [Attach(PREPARE, OFFER)]),
-    ("prepared", lambda r: r.attached(2), Phase.TRANSFER, [Send(Prepared(S))]),
+    ("prepared", lambda r: r.attached({0: 2}), Phase.TRANSFER, [Send(Prepared(S))]),
     ("first comes", hears(BucketReady(S, 0, b"digests")), Phase.TRANSFER, announced(0)),
     ("first loaded", loads(0), Phase.TRANSFER, [Send(Loaded(S, 0))]),
     ("second comes", hears(BucketReady(S, 1, b"digests")), Phase.TRANSFER, announced(1)),
@@ -113,8 +123,8 @@ SENDER: list[Step] = [
     ("p0 there", says(0, HELLOS[0]), Phase.DISCOVER, [Send(OFFER, "p0")]),
     ("all there", says(1, HELLOS[1]), Phase.DISCOVER, [Send(OFFER, "p1")]),
     ("p0 ready", says(0, READY), Phase.DISCOVER, []),
-    ("planning", says(1, READY), Phase.PREPARE, [MakePlan((READY, READY))]),
-    ("planned", lambda s: s.planned(PREPARE, 2, 2), Phase.PREPARE, [Send(PREPARE)]),
+    ("planning", says(1, READY), Phase.PREPARE, [MakePlan({"p0": READY, "p1": READY})]),
+    ("planned", planned, Phase.PREPARE, [Send(PREPARE, "p0"), Send(PREPARE, "p1")]),
     ("p0 prepared", says(0, Prepared(S)), Phase.PREPARE, []),
     ("packing", says(1, Prepared(S)), Phase.TRANSFER, [Pack(0)]),
     ("first sent", lambda s: s.packed(0, b"digests"), Phase.TRANSFER, [sent(0), Pack(1)]),
@@ -123,7 +133,7 @@ SENDER: list[Step] = [
     ("p0 loaded both", says(0, Loaded(S, 1)), Phase.TRANSFER, []),
     ("p1 loaded one", says(1, Loaded(S, 0)), Phase.TRANSFER, []),
     ("confirming", says(1, Loaded(S, 1)), Phase.SEAL, [Confirm()]),
-    ("sealing", lambda s: s.confirmed("digest"), Phase.SEAL, [Send(Seal(S, "digest"))]),
+    ("sealing", confirmed, Phase.SEAL, [Send(SEAL, "p0"), Send(SEAL, "p1")]),
     ("p0 sealed", says(0, Sealed(S)), Phase.SEAL, []),
     ("committing", says(1, Sealed(S)), Phase.COMMIT, [Send(Commit(S))]),
     ("p0 done", says(0, Done(S)), Phase.COMMIT, []),

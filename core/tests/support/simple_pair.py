@@ -13,10 +13,10 @@ import torch
 
 from rl_conformance import doubles
 from rl_conformance.doubles import Engines as Replicas
-from rl_core.interfaces import TensorSpec, WeightSink, WeightSource
+from rl_core.interfaces import Piece, TensorSpec, WeightSink, WeightSource
 from rl_core.weights import RefitReport, refit
 from rl_core.weights.job import Runtime
-from rl_core.weights.tensors import tensor_specs
+from rl_core.weights.tensors import tensor_specs, whole_pieces
 
 Tensors = dict[str, torch.Tensor]
 
@@ -79,15 +79,15 @@ class DictSource(WeightSource):
             self._reached(name)
             yield name, self.tensor[name]
 
-    def persistent(self) -> Mapping[str, torch.Tensor] | None:
-        return self.tensor if self.at_home else None
+    def pieces(self) -> Sequence[Piece] | None:
+        return whole_pieces(self.tensor) if self.at_home else None
 
     def confirm(self) -> None:
         self._reached("confirm")
 
 
 class DictSink(WeightSink):
-    """Records what writes; ``on[call]`` runs at the start of that call, or of ``"targets"``."""
+    """Records what writes; ``on[call]`` runs at the start of that call, or of ``"pieces"``."""
 
     def __init__(self, tensors: Tensors, ties: Mapping[str, str] | None = None) -> None:
         self.tensor, self.ties = tensors, ties
@@ -101,8 +101,8 @@ class DictSink(WeightSink):
     def specs(self) -> Sequence[TensorSpec]:
         return describe(self.tensor, self.ties)
 
-    def targets(self) -> Mapping[str, torch.Tensor] | None:
-        self.on.get("targets", lambda: None)()
+    def pieces(self) -> Sequence[Piece] | None:
+        self.on.get("pieces", lambda: None)()
         return None
 
     def begin(self, version: int) -> None:
@@ -127,8 +127,8 @@ class DictSink(WeightSink):
 class InPlaceSink(DictSink):
     """Its tensors are written directly."""
 
-    def targets(self) -> Mapping[str, torch.Tensor]:
-        return self.tensor
+    def pieces(self) -> Sequence[Piece]:
+        return whole_pieces(self.tensor)
 
 
 class MuteSink(DictSink):

@@ -60,7 +60,7 @@ def test_adapters_alone_are_sent_under_the_names_of_their_files_with_their_scale
     for name, tensor in saved.items():
         assert torch.equal(sent[name], tensor * (2.0 if "lora_B" in name else 1.0)), name
         assert (specs[name].shape, specs[name].role) == (tuple(tensor.shape), "parameter")
-    assert source.persistent() is None
+    assert source.pieces() is None
 
 
 def test_adapters_that_no_engine_serves_are_refused_when_the_policy_is_built(tiny):

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from typing import TYPE_CHECKING
+from itertools import repeat
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 import msgspec
 
@@ -15,10 +16,14 @@ from rl_core.errors import CapabilityError
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+    from typing import Self
 
     import torch
 
-__all__ = ["TensorSpec", "WeightSink", "WeightSource"]
+__all__ = ["Box", "Piece", "TensorSpec", "WeightSink", "WeightSource"]
+
+#: For each dimension of a tensor, the first index and the one after the last; ``()`` for 0-d.
+Box: TypeAlias = tuple[tuple[int, int], ...]
 
 
 class TensorSpec(msgspec.Struct, frozen=True):
@@ -64,6 +69,27 @@ class TensorSpec(msgspec.Struct, frozen=True):
         return self.numel * self.torch_dtype.itemsize
 
 
+class Piece(NamedTuple):
+    """Some elements of a tensor, and where one side has them.
+
+    Attributes:
+        name: The tensor's.
+        box: Which of its elements these are.
+        tensor: Exactly these elements, of the declared dtype and the sizes of the box, at any
+            strides: the same object, with the same storage, from refit to refit. None in a sink's
+            piece that is the whole tensor and is written by :meth:`WeightSink.write`.
+    """
+
+    name: str
+    box: Box
+    tensor: torch.Tensor | None
+
+    @classmethod
+    def whole(cls, name: str, tensor: torch.Tensor) -> Self:
+        """All of a tensor."""
+        return cls(name, tuple(zip(repeat(0), tensor.shape, strict=False)), tensor)
+
+
 class WeightSource(ABC):
     """The trainer's side: which tensors there are, and their values.
 
@@ -105,15 +131,16 @@ class WeightSource(ABC):
         and once before it for a delta, which hashes all tensors first.
         """
 
-    def persistent(self) -> Mapping[str, torch.Tensor] | None:
-        """The tensors behind the owned names, if each keeps its storage from refit to refit.
+    def pieces(self) -> Sequence[Piece] | None:
+        """What this process has of each tensor, if that keeps its storage from refit to refit.
 
-        With these a refit is ``direct``: core moves their storage, once, to memory that engines
-        read (it assigns ``tensor.data``; code that holds the tensor object sees no difference).
+        With whole tensors a refit can be ``direct``: core moves their storage, once, to memory
+        that engines read (it assigns ``tensor.data``; code that holds the tensor object sees no
+        difference). Tensors that are cut are sent by pieces alone, without :meth:`tensors`.
 
         Returns:
-            Contiguous tensors of one device under all owned names, the same objects as long as
-            the model lives, or None if tensors are made on the fly.
+            Pieces on one device that cover every tensor that is not an alias, or None if tensors
+            are whole and made on the fly. Pieces of aliases may be among them.
         """
         return None
 
@@ -176,12 +203,13 @@ class WeightSink(ABC):
             of: The sender's description of the whole tensor.
         """
 
-    def targets(self) -> Mapping[str, torch.Tensor] | None:
-        """Tensors that may be written in place instead of through :meth:`write`, which is faster.
+    def pieces(self) -> Sequence[Piece] | None:
+        """What this process keeps of each tensor: nothing else is sent to it.
 
         Returns:
-            Contiguous tensors of the declared shapes and dtypes under all owned names, the same
-            objects with the same storage from refit to refit, or None.
+            Pieces that are written in place, which is faster than :meth:`write`, and where that
+            cannot be, whole tensors without one. No aliases. None if all tensors are whole and
+            written by :meth:`write`.
         """
         return None
 
@@ -211,8 +239,10 @@ class WeightSink(ABC):
     def read(self, names: Iterable[str]) -> Iterator[tuple[str, torch.Tensor | None]]:
         """Yields what is installed now, under the manifest's names, for verification.
 
-        None stands for a tensor of which the engine keeps only what it computed: the sink compares
-        that itself, and gives it back in :meth:`fail` if it was read before the first write.
+        Of each name in turn: its pieces in the order of :meth:`pieces`, those of the owner for an
+        alias; the whole tensor if there are no pieces. None stands for a tensor of which the engine
+        keeps only what it computed: the sink compares that itself, and gives it back in
+        :meth:`fail` if it was read before the first write.
 
         Raises:
             CapabilityError: The engine cannot export its weights.

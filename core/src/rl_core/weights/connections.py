@@ -43,13 +43,13 @@ class Connection(Generic[E]):
         end: Of the transport.
         address: Where the sender is, on the receiver's side.
         found: Done when the receiver has found the sender there.
-        lanes: Memory for the bytes, by how they are read.
+        lanes: Memory for the bytes, by how they are read and the rank of the trainer.
     """
 
     end: E
     address: Mapping[str, Any] = field(default_factory=dict)
     found: concurrent.futures.Future[None] | None = None
-    lanes: dict[DataMode, Lane] = field(default_factory=dict)
+    lanes: dict[tuple[DataMode, int], Lane] = field(default_factory=dict)
 
 
 class Connections(dict[str, Connection[E]], Generic[E, B]):
@@ -74,15 +74,15 @@ class Connections(dict[str, Connection[E]], Generic[E, B]):
     def close_lanes(self, which: Callable[[DataMode, Lane], bool]) -> bool:
         """Closes the lanes that ``which`` chooses, and drops all views; whether there were any."""
         chosen = [
-            (connection.lanes, mode)
+            (connection.lanes, key)
             for connection in list(self.values())  # another thread may add one
-            for mode, lane in connection.lanes.items()
-            if which(mode, lane)
+            for key, lane in connection.lanes.items()
+            if which(key[0], lane)
         ]
         if chosen:
             for buckets in self.buckets.values():
                 buckets.detach()
             self.buckets.clear()
-        for lanes, mode in chosen:
-            lanes.pop(mode).close()
+        for lanes, key in chosen:
+            lanes.pop(key).close()
         return bool(chosen)

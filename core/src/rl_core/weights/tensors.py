@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from rl_core.errors import RefitProtocolError
-from rl_core.interfaces import TensorSpec, WeightSink, WeightSource
+from rl_core.interfaces import Piece, TensorSpec, WeightSink, WeightSource
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -25,6 +25,7 @@ __all__ = [
     "dtype_name",
     "module_tensors",
     "tensor_specs",
+    "whole_pieces",
     "write_run",
 ]
 
@@ -71,6 +72,11 @@ def tensor_specs(tensors: Mapping[str, torch.Tensor]) -> list[TensorSpec]:
     return specs
 
 
+def whole_pieces(tensors: Mapping[str, torch.Tensor]) -> list[Piece]:
+    """Whole tensors as the pieces of a source or a sink."""
+    return [Piece.whole(name, tensor) for name, tensor in tensors.items()]
+
+
 class _NamedTensors:
     """What both ends have in common; ``device`` is where the first tensor is."""
 
@@ -82,9 +88,9 @@ class _NamedTensors:
         """The tensors as :func:`tensor_specs` describes them."""
         return tensor_specs(self.tensors_by_name)
 
-    def _if_contiguous(self) -> Mapping[str, torch.Tensor] | None:
+    def _if_contiguous(self) -> Sequence[Piece] | None:
         tensors = self.tensors_by_name
-        return tensors if all(t.is_contiguous() for t in tensors.values()) else None
+        return whole_pieces(tensors) if all(t.is_contiguous() for t in tensors.values()) else None
 
 
 class NamedTensorSource(_NamedTensors, WeightSource):
@@ -100,8 +106,8 @@ class NamedTensorSource(_NamedTensors, WeightSource):
         for name in names:
             yield name, self.tensors_by_name[name].detach()
 
-    def persistent(self) -> Mapping[str, torch.Tensor] | None:
-        """See :meth:`WeightSource.persistent`."""
+    def pieces(self) -> Sequence[Piece] | None:
+        """See :meth:`WeightSource.pieces`."""
         return self._if_contiguous()
 
     def confirm(self) -> None:
@@ -142,8 +148,8 @@ class NamedTensorSink(_NamedTensors, WeightSink):
             )
         write_run(target, offset, data)
 
-    def targets(self) -> Mapping[str, torch.Tensor] | None:
-        """See :meth:`WeightSink.targets`."""
+    def pieces(self) -> Sequence[Piece] | None:
+        """See :meth:`WeightSink.pieces`."""
         return self._if_contiguous()
 
     def read(self, names: Iterable[str]) -> Iterator[tuple[str, torch.Tensor]]:

@@ -13,9 +13,10 @@ import torch
 
 from rl_core.weights.data.digests import TensorHasher
 from rl_core.weights.data.manifest import WeightManifest
+from rl_core.weights.data.parts import Partition
 from rl_core.weights.data.plan import TransferPlan
 from rl_core.weights.protocol.session import Phase
-from rl_core.weights.receiving.loading import ReceiverBuckets
+from rl_core.weights.receiving.loading import Places, ReceiverBuckets
 from rl_core.weights.sending.packing import SenderBuckets
 
 if TYPE_CHECKING:
@@ -156,4 +157,6 @@ _WRITERS: dict[type, Callable[[Canon, Any], None]] = {
     TensorHasher: Canon._name_only,  # a cache
     SenderBuckets: _sender_buckets,
     ReceiverBuckets: _receiver_buckets,
+    Partition: lambda canon, parts: canon.out.append(parts.manifest.digest),
+    Places: Canon._name_only,  # the engine's tensors, which are written down by themselves
 }

@@ -38,10 +38,11 @@ def _with(owner: Any, **replaced: Any) -> Callable[[], AbstractContextManager[An
     return lambda: patch.multiple(owner, **replaced)
 
 
-def _verified_in_the_lane(self: ReceiverBuckets, group: list[Any]) -> _Step:
+def _verified_in_the_lane(self: ReceiverBuckets, first: int, group: list[Any]) -> _Step:
     runs = [piece.of(self.data).view(self.data.dtype) for piece in group]
     digests = Hasher(runs, self._hash, self.plan.block_bytes).digests
-    return _Step(self._names(group), [], digests, self._writes(group, self.data, 0), False)
+    writes = self._writes(group, self.data, 0)
+    return _Step(first, self._names(group), [], digests, writes, False)
 
 
 def _takes_it_at_once(self: EngineLock, timeout: float = -1) -> bool:

@@ -10,12 +10,13 @@ import torch
 
 from refit_model.tasks import WORLD, point, world
 from rl_core.errors import LifecycleError, RefitPeerError
-from rl_core.interfaces import TensorSpec, WeightSink, WeightSource
+from rl_core.interfaces import Piece, TensorSpec, WeightSink, WeightSource
 from rl_core.weights import RefitReceiver, RefitSender
 from rl_core.weights.engine_lock import EngineLock
+from rl_core.weights.tensors import whole_pieces
 
 if TYPE_CHECKING:
-    from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Generator, Iterable, Iterator, Sequence
 
     from refit_model.world import World
 
@@ -53,8 +54,8 @@ class Source(WeightSource):
         if self._trainer.lost_rank:
             raise RefitPeerError("rank 1 died", peer="rank 1", rank=1)
 
-    def persistent(self) -> Mapping[str, torch.Tensor]:
-        return self._trainer.tensor
+    def pieces(self) -> Sequence[Piece]:
+        return whole_pieces(self._trainer.tensor)
 
     def confirm(self) -> None:
         point("confirm")
@@ -103,8 +104,8 @@ class Sink(WeightSink):
     def specs(self) -> Sequence[TensorSpec]:
         return SPECS
 
-    def targets(self) -> Mapping[str, torch.Tensor] | None:
-        return self._engine.tensor if self._engine.in_place else None
+    def pieces(self) -> Sequence[Piece] | None:
+        return whole_pieces(self._engine.tensor) if self._engine.in_place else None
 
     def write(self, name: str, offset: int, data: torch.Tensor, *, of: TensorSpec) -> None:
         self._engine.half_written = True

@@ -62,7 +62,7 @@ def check_write(world: World, lane: int, version: int) -> None:
     for task in world.jobs:
         if task.party in TRAINERS or task.over or task.job.session.phase is not Phase.TRANSFER:
             continue
-        if task.job.wanted < version and task.job._lane.ref == {"lane": lane}:
+        if task.job.wanted < version and task.job._lanes[0].ref == {"lane": lane}:
             world.fails(f"T writes what {task.party} reads for version {task.job.wanted}")
 
 

@@ -9,11 +9,12 @@ from typing import TYPE_CHECKING
 import torch
 
 from rl_core.errors import LifecycleError
-from rl_core.interfaces import TensorSpec, WeightSink, WeightSource
+from rl_core.interfaces import Piece, TensorSpec, WeightSink, WeightSource
 from rl_core.weights import RefitReceiver, RefitSender
+from rl_core.weights.tensors import whole_pieces
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from rl_core.weights.job import Runtime
     from rl_core.weights.receiving.receiver import ReceiveJob
@@ -79,8 +80,8 @@ class Source(WeightSource):
             self._trainer.faults.reached("tensors")
             yield name, self._trainer.tensor[name]
 
-    def persistent(self) -> Mapping[str, torch.Tensor]:
-        return self._trainer.tensor
+    def pieces(self) -> Sequence[Piece]:
+        return whole_pieces(self._trainer.tensor)
 
     def confirm(self) -> None:
         self._trainer.faults.reached("confirm")
@@ -132,8 +133,8 @@ class Sink(WeightSink):
             return
         self._engine.tensor[name].view(-1)[offset : offset + data.numel()].copy_(data)
 
-    def targets(self) -> Mapping[str, torch.Tensor] | None:
-        return self._engine.tensor if self._engine.kind.in_place else None
+    def pieces(self) -> Sequence[Piece] | None:
+        return whole_pieces(self._engine.tensor) if self._engine.kind.in_place else None
 
     def finish(self, version: int) -> None:
         self._engine.faults.reached("finish")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -10,6 +10,8 @@ import torch
 from simple_pair import DictSink, Engine, Trainer, blank, fails, go, make_tensors, same
 
 from rl_core.errors import RefitError
+from rl_core.interfaces import Piece
+from rl_core.weights.tensors import whole_pieces
 
 
 class BesideSink(DictSink):
@@ -41,9 +43,9 @@ class BesideSink(DictSink):
 class BesideInPlaceSink(BesideSink):
     """The same, whose buffers are written directly."""
 
-    def targets(self) -> Mapping[str, torch.Tensor]:
-        super().targets()
-        return self.tensor
+    def pieces(self) -> Sequence[Piece]:
+        super().pieces()
+        return whole_pieces(self.tensor)
 
 
 @pytest.fixture(params=[BesideSink, BesideInPlaceSink])
@@ -63,7 +65,7 @@ def serves(engine: Engine, seed: int) -> bool:
 
 
 @pytest.mark.parametrize("isolation", ["quiesced", "staged"])
-@pytest.mark.parametrize("call", ["targets", "finish", "read", "commit"])
+@pytest.mark.parametrize("call", ["begin", "finish", "read", "commit"])
 def test_the_old_weights_serve_after_a_failure_at_any_point(pair, call, isolation):
     trainer, engine = pair
     how = {"isolation": isolation, "verify": "installed"}
@@ -90,7 +92,7 @@ def test_the_old_weights_serve_after_a_failure_at_any_point(pair, call, isolatio
 def test_a_staged_refit_needs_no_second_copy_and_lets_the_engine_generate(pair):
     trainer, engine = pair
     free: list[bool] = []
-    engine.sink.on["targets"] = lambda: free.append(engine.may_generate() and serves(engine, 0))
+    engine.sink.on["pieces"] = lambda: free.append(engine.may_generate() and serves(engine, 0))
     engine.sink.on["finish"] = lambda: free.append(engine.may_generate())
     go(trainer, engine, isolation="staged")
     assert free[-1] is False

@@ -51,7 +51,8 @@ def test_a_receiver_that_derives_another_plan_refuses_before_it_is_written_to(pa
 
     def another(channel: Channel, message: object) -> bytes:
         if isinstance(message, Prepare):
-            message = msgspec.structs.replace(message, plan="another")
+            lane = msgspec.structs.replace(message.lanes[0], plan="another")
+            message = msgspec.structs.replace(message, lanes={0: lane})
         return encode(channel, message)
 
     monkeypatch.setattr(Channel, "encode", another)

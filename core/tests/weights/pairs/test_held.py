@@ -32,10 +32,11 @@ from simple_pair import (
 from rl_core.errors import RefitCorrupted
 from rl_core.weights.data.digests import BlockHash, DigestTable, TensorHasher
 from rl_core.weights.data.manifest import WeightManifest
+from rl_core.weights.data.parts import Partition
 from rl_core.weights.data.plan import DataMode, make_plan
-from rl_core.weights.receiving.loading import Loader, ReceiverBuckets
+from rl_core.weights.receiving.loading import Loader, Places, ReceiverBuckets, ReceiverLanes
 from rl_core.weights.receiving.staging import StagedSink
-from rl_core.weights.sending.packing import Packer, SenderBuckets, checked_tensors
+from rl_core.weights.sending.packing import Packer, SenderBuckets, sent_parts
 from rl_core.weights.transports.base import NoLane
 
 DTYPES = ["float32", "bfloat16", "float8_e4m3fn", "bool", "int64", "complex64", "uint8"]
@@ -88,8 +89,9 @@ class Rig:
         """Sends what is not known as it is now, and disturbs the lane; whether it was complete."""
         now = self.digests(bucket_bytes)
         left = [i for i, s in enumerate(self.manifest.owned) if known.get(s.name) != now[s.name]]
+        parts = Partition(self.manifest)
         plan = make_plan(
-            self.manifest,
+            parts,
             bucket_bytes,
             DataMode.DIRECT if direct else DataMode.PACKED,
             skip=bytes(i not in left for i in range(len(self.manifest.owned))),
@@ -98,7 +100,7 @@ class Rig:
         lane = NoLane()
         lane.data = torch.zeros(plan.lane_bytes, dtype=torch.uint8)
         table = DigestTable(self.manifest, dict(known))
-        given = checked_tensors(self.source, [self.manifest.owned[index] for index in plan.sent])
+        given = sent_parts(self.source, parts, self.manifest, plan.sent, None)
         packer = Packer(SenderBuckets(plan, lane, self.block_hash), given, table)
         sink: Any = self.sink
         expected = WeightManifest.of(sink.specs())
@@ -106,16 +108,20 @@ class Rig:
             sent = {s.name for s in expected.owned if self.manifest.root(s.name) not in known}
             sink, known = StagedSink(sink, sent, 0, {}, self.mark_torn), dict(known)
             sink.begin(1)
-        route = RestlessRoute(sink, self.manifest, expected, plan, lane.data, self.block_hash)
+        places = Places(sink, parts, expected, sink.pieces())
+        route = RestlessRoute(places, plan, lane.data, self.block_hash, b"")
         route.between = lambda: disturb(lane.data)
-        loader = Loader(route, verify="wire", known=known, mark_torn=self.mark_torn)
+        hasher = TensorHasher(self.block_hash, plan.block_bytes)
+        keeps = bytes([1]) * len(self.manifest.owned)
+        lanes = ReceiverLanes(places, keeps, {0: route}, hasher)
+        loader = Loader(lanes, verify="wire", known=known, mark_torn=self.mark_torn)
         try:
             for index in range(len(plan.buckets)):
-                loader.load(index, packer.put(index))
+                loader.load(index, packer.put(index), 0)
         except RefitCorrupted:
             sink.fail()
             return False
-        loader.check_sealed(table.digest)
+        loader.check_sealed(table.digest(keeps))
         sink.finish(1)
         loader.check_installed()
         return True
@@ -126,8 +132,8 @@ class Rig:
     def digests(self, bucket_bytes: int, tensors: Tensors | None = None) -> dict[str, bytes]:
         block = min(bucket_bytes // 64 * 64, self.block_hash.block)
         held = self.source.tensor if tensors is None else tensors
-        given = ((spec, held[spec.name]) for spec in self.manifest.tensors)
-        return TensorHasher(self.block_hash, block).digests(given, {})
+        given = ((spec.name, spec, held[spec.name]) for spec in self.manifest.tensors)
+        return TensorHasher(self.block_hash, block).digests(given, ())
 
     def check_known(self, known: dict[str, bytes], bucket_bytes: int) -> None:
         found = self.digests(bucket_bytes, self.sink.tensor)

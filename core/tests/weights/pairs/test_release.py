@@ -23,7 +23,7 @@ from simple_pair import (
 
 from rl_core.weights.protocol.frames import Channel
 from rl_core.weights.protocol.messages import Done
-from rl_core.weights.receiving.loading import ReceiverBuckets
+from rl_core.weights.receiving.loading import ReceiverLanes
 from rl_core.weights.transports.memory import SharedRegion
 
 
@@ -96,13 +96,13 @@ def test_an_engine_that_sleeps_during_a_refit_is_held_by_nothing(keep, trainer, 
 
 def test_an_engine_may_fall_asleep_while_a_lane_is_closed(monkeypatch, trainer, engine):
     go(trainer, engine)
-    detach = ReceiverBuckets.detach
+    detach = ReceiverLanes.detach
 
-    def asleep(route: ReceiverBuckets) -> None:
+    def asleep(route: ReceiverLanes) -> None:
         detach(route)
         engine.receiver.release_weights()  # as another thread may at any time
 
-    monkeypatch.setattr(ReceiverBuckets, "detach", asleep)
+    monkeypatch.setattr(ReceiverLanes, "detach", asleep)
     engine.receiver.connections.close("ipc")
     monkeypatch.undo()
     go(trainer, engine)

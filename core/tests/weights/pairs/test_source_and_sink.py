@@ -23,6 +23,7 @@ from simple_pair import (
 from rl_conformance import doubles
 from rl_core.errors import ConfigError, RefitAborted, RefitError, RefitProtocolError
 from rl_core.futures import wait
+from rl_core.interfaces import Piece
 from rl_core.weights.receiving.loading import check_apart
 
 if TYPE_CHECKING:
@@ -71,8 +72,11 @@ class CountingTrainer(doubles.Trainer):
 class PartlyInPlace(DictSink):
     """Some of its tensors are written directly, the others by calls."""
 
-    def targets(self) -> dict[str, torch.Tensor]:
-        return {"scalar": self.tensor["scalar"]}
+    def pieces(self) -> Sequence[Piece]:
+        return [
+            Piece(name, Piece.whole(name, t).box, t if name == "scalar" else None)
+            for name, t in self.tensor.items()
+        ]
 
 
 def test_every_sink_writes_what_it_is_given(keep):

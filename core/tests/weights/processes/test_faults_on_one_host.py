@@ -142,7 +142,7 @@ class ReceiverDies(NamedTuple):
 
 
 RECEIVER_DIES = {
-    "before it is prepared": ReceiverDies("engine", "targets", "PREPARE", torn=False),
+    "before it is prepared": ReceiverDies("engine", "pieces", "PREPARE", torn=False),
     "before the first byte": ReceiverDies("trainer", FIRST, "TRANSFER", torn=None),
     "in the middle": ReceiverDies("trainer", LATE, "TRANSFER", torn=True),
     "before it has sealed": ReceiverDies("engine", "finish", "SEAL", torn=True),

@@ -9,12 +9,12 @@ import pytest
 from scripted_sessions import (
     HELLOS,
     OFFER,
-    PREPARE,
     READY,
     Clock,
     S,
     failed,
     new_sender,
+    planned,
     receiver_at,
     sender_at,
     sent,
@@ -195,10 +195,10 @@ def test_an_offer_that_cannot_be_taken_is_declined(change: dict[str, Any], error
 
 def test_what_is_held_is_said_to_those_who_ask():
     asks = msgspec.structs.replace(OFFER, delta=True)
-    [ready] = receiver_at("discover", holds=lambda: b"digests").receive(asks)
-    assert ready == Send(msgspec.structs.replace(READY, holds=b"digests"))
-    [ready] = receiver_at("discover", holds=lambda: b"digests").receive(OFFER)
-    assert ready == Send(READY)
+    held = msgspec.structs.replace(READY, holds=b"digests")
+    for offer, answer in ((asks, held), (OFFER, READY)):
+        receiver = receiver_at("discover", ready=lambda asked: held if asked.delta else READY)
+        assert receiver.receive(offer) == [Send(answer)]
 
 
 def test_receivers_that_want_different_dtypes_are_refused():
@@ -244,7 +244,7 @@ def test_a_long_error_is_cut_for_the_wire_and_whole_at_home():
 
 def test_no_bucket_is_packed_before_the_slowest_has_loaded_the_one_in_its_slot():
     sender = sender_at("planning")
-    sender.planned(PREPARE, 4, 2)
+    planned(sender, 4)
     sender.receive("p0", Prepared(S))
     assert sender.receive("p1", Prepared(S)) == [Pack(0)]
     assert sender.packed(0, b"digests") == [sent(0), Pack(1)]
@@ -260,7 +260,7 @@ def test_time_is_told_by_phase():
     clock = Clock()
     sender = sender_at("planning", clock=clock)
     clock.now = 3.0
-    sender.planned(PREPARE, 2, 2)
+    planned(sender, 2)
     for number in range(2):
         sender.receive(f"p{number}", Prepared(S))
     clock.now = 5.0

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from contextlib import closing
 from itertools import pairwise
+from typing import Any
 
 import pytest
 import torch
@@ -25,12 +26,12 @@ from rl_core.weights.data.digests import (
     copy_run,
 )
 from rl_core.weights.data.manifest import WeightManifest, dtype_of, nbytes, numel
+from rl_core.weights.data.parts import Partition
 from rl_core.weights.data.plan import (
     ALIGN,
     DataMode,
     Segment,
     TransferPlan,
-    direct_places,
     make_plan,
 )
 from rl_core.weights.receiving.loading import copiers
@@ -48,6 +49,11 @@ DTYPES = ["float32", "bfloat16", "bool", "int64", "complex128"]
 
 def manifest(*specs: TensorSpec) -> WeightManifest:
     return WeightManifest.of(specs)
+
+
+def plan_of(model: WeightManifest, *args: Any, **options: Any) -> TransferPlan:
+    """The plan of whole tensors."""
+    return make_plan(Partition(model), *args, **options)
 
 
 def named(shapes: list[tuple[tuple[int, ...], str]]) -> WeightManifest:
@@ -70,9 +76,7 @@ def plans(draw: st.DrawFn) -> tuple[WeightManifest, set[int], TransferPlan]:
     wanted = draw(st.sets(st.sampled_from(range(len(model.owned))))) if model.owned else set()
     skip = bytes(index not in wanted for index in range(len(model.owned)))
     bucket_bytes = draw(st.integers(BLOCK // 2, 3 * BLOCK) if large else BUCKET_BYTES)
-    plan = make_plan(
-        model, bucket_bytes, draw(MODES), skip=skip
-    )  # fmt: skip
+    plan = plan_of(model, bucket_bytes, draw(MODES), skip=skip)
     biggest = max((b.stop - b.start for b in plan.buckets), default=0)
     assert plan.mode is DIRECT or biggest <= bucket_bytes
     return model, wanted, plan
@@ -130,7 +134,7 @@ def test_segments_of_buckets_that_are_under_way_together_never_overlap(planned):
 
 @given(MANIFESTS, BUCKET_BYTES)
 def test_a_tensor_that_fits_in_a_bucket_is_not_split(model, bucket_bytes):
-    pieces = [segment.tensor for segment in segments(make_plan(model, bucket_bytes))]
+    pieces = [segment.tensor for segment in segments(plan_of(model, bucket_bytes))]
     for index, spec in enumerate(model.owned):
         if nbytes(spec) <= bucket_bytes // ALIGN * ALIGN:
             assert pieces.count(index) == 1
@@ -139,7 +143,7 @@ def test_a_tensor_that_fits_in_a_bucket_is_not_split(model, bucket_bytes):
 @given(MANIFESTS, BUCKET_BYTES)
 def test_only_what_does_not_fit_any_more_begins_a_bucket(model, bucket_bytes):
     size = bucket_bytes // ALIGN * ALIGN
-    for bucket, following in pairwise(make_plan(model, bucket_bytes).buckets):
+    for bucket, following in pairwise(plan_of(model, bucket_bytes).buckets):
         used = bucket.stop - bucket.start
         left = numel(following.segments[0].spec) - following.segments[0].offset
         needed = left * dtype_of(following.segments[0].spec).itemsize
@@ -150,9 +154,11 @@ def test_only_what_does_not_fit_any_more_begins_a_bucket(model, bucket_bytes):
 def test_a_direct_place_depends_on_the_model_alone(model, data):
     skip = bytes(data.draw(st.booleans()) for _ in model.owned)
     bucket_bytes = data.draw(st.integers(ALIGN, 2 * BLOCK).filter(lambda n: n > BLOCK // 64))
-    plan = make_plan(model, bucket_bytes, DIRECT, skip=skip)
-    starts, end = direct_places(model.owned)
-    assert plan.lane_bytes == end
+    plan = plan_of(model, bucket_bytes, DIRECT, skip=skip)
+    starts = [0]
+    for spec in model.owned:
+        starts.append(-(-(starts[-1] + nbytes(spec)) // ALIGN) * ALIGN)
+    assert plan.lane_bytes == starts[-1]
     for segment in segments(plan):
         begin = starts[segment.tensor] + segment.offset * dtype_of(segment.spec).itemsize
         assert segment.start == begin
@@ -163,7 +169,7 @@ def test_the_blocks_of_a_tensor_are_the_same_for_every_bucket_that_holds_one(
     model, bucket_bytes, mode
 ):
     """So that digests of two refits can be compared, whatever their buckets."""
-    plan = make_plan(model, bucket_bytes, mode)
+    plan = plan_of(model, bucket_bytes, mode)
     found: dict[int, list[tuple[int, int]]] = {}
     for segment in segments(plan):
         shift = segment.offset * dtype_of(segment.spec).itemsize - segment.start
@@ -177,7 +183,7 @@ def test_the_blocks_of_a_tensor_are_the_same_for_every_bucket_that_holds_one(
 @given(MANIFESTS, BUCKET_BYTES, MODES)
 def test_the_digests_of_segments_in_a_lane_are_those_of_the_tensors(model, bucket_bytes, mode):
     """What a packer or a loader finds, bucket by bucket, is what a delta finds beforehand."""
-    plan = make_plan(model, bucket_bytes, mode)
+    plan = plan_of(model, bucket_bytes, mode)
     tensors = [
         torch.arange(index, index + numel(spec)).remainder(3).to(dtype_of(spec)).view(spec.shape)
         for index, spec in enumerate(model.owned)
@@ -188,9 +194,9 @@ def test_the_digests_of_segments_in_a_lane_are_those_of_the_tensors(model, bucke
         for segment in bucket.segments:
             copy_run(segment.of(lane), tensors[segment.tensor], segment.offset)
         runs = [lane[segment.start : segment.stop] for segment in bucket.segments]
-        table.add(bucket, Hasher(runs, HASH, plan.block_bytes).digests(), plan.block_bytes)
-    given = zip(model.owned, tensors, strict=True)
-    assert table.known == TensorHasher(HASH, plan.block_bytes).digests(given, {})
+        table.add(bucket.segments, Hasher(runs, HASH, plan.block_bytes).digests(), plan.block_bytes)
+    given = [(s.name, s, tensor) for s, tensor in zip(model.owned, tensors, strict=True)]
+    assert table.known == TensorHasher(HASH, plan.block_bytes).digests(given, ())
 
 
 @given(plans(), MODES)
@@ -198,7 +204,7 @@ def test_both_sides_derive_the_same_plan_and_digest(planned, mode):
     model, wanted, _ = planned
     theirs = WeightManifest.of(tuple(replace(spec) for spec in model.tensors))
     skip = bytes(index not in wanted for index in range(len(model.owned)))
-    ours, other = (make_plan(side, BLOCK, mode, skip=skip, block=BLOCK) for side in (model, theirs))
+    ours, other = (plan_of(side, BLOCK, mode, skip=skip, block=BLOCK) for side in (model, theirs))
     assert ours == other
     assert ours.digest == other.digest
 
@@ -217,46 +223,45 @@ def test_a_sender_that_remembers_never_gives_another_plan(asked):
     ]
     end, sender = IPC.sender(), RefitSender(lambda: DictSource({}), name="trainer")
     line = Connection(end)
-    where = {"block_hash": HASH, "device": CPU, "receivers": []}
+    where = {"block_hash": HASH, "device": CPU, "receivers": [], "layout": {}}
     with closing(end), closing(sender):
         for which, bucket_bytes, direct, skip in asked:
             mode, way = DIRECT if direct else PACKED, {"skip": skip}
-            buckets = sender.buckets(line, models[which], bucket_bytes, mode, **way, **where)
-            fresh = make_plan(models[which], bucket_bytes, mode, **way)
+            parts = Partition(models[which])
+            buckets = sender.buckets(line, parts, bucket_bytes, mode, **way, **where)
+            fresh = plan_of(models[which], bucket_bytes, mode, **way)
             assert (buckets.plan, buckets.plan.digest) == (fresh, fresh.digest)
-            assert (
-                sender.buckets(line, models[which], bucket_bytes, mode, **way, **where) is buckets
-            )
+            assert sender.buckets(line, parts, bucket_bytes, mode, **way, **where) is buckets
 
 
 @pytest.mark.parametrize(
     "other",
     [
-        make_plan(manifest(W, replace(W, name="v")), 64),
-        make_plan(manifest(W, replace(W, name="v")), 128, DIRECT),
-        make_plan(manifest(W, replace(W, name="v")), 128, skip=b"\0\1"),
-        make_plan(manifest(replace(W, name="v"), W), 128),
-        make_plan(manifest(W, replace(W, name="v", dtype="int32")), 128),
+        plan_of(manifest(W, replace(W, name="v")), 64),
+        plan_of(manifest(W, replace(W, name="v")), 128, DIRECT),
+        plan_of(manifest(W, replace(W, name="v")), 128, skip=b"\0\1"),
+        plan_of(manifest(replace(W, name="v"), W), 128),
+        plan_of(manifest(W, replace(W, name="v", dtype="int32")), 128),
     ],
 )
 def test_the_digest_tells_plans_apart(other: TransferPlan):
-    plan = make_plan(manifest(W, replace(W, name="v")), 128)
+    plan = plan_of(manifest(W, replace(W, name="v")), 128)
     assert plan.digest != other.digest
 
 
 def test_aliases_are_not_planned():
-    plan = make_plan(manifest(W, TIED), 1024)
+    plan = plan_of(manifest(W, TIED), 1024)
     assert [segment.spec.name for segment in segments(plan)] == ["w"]
 
 
 def test_a_plan_of_nothing_has_no_bucket_and_needs_no_lane():
-    plan = make_plan(manifest(W), 64, skip=b"\1")
+    plan = plan_of(manifest(W), 64, skip=b"\1")
     assert (plan.buckets, plan.sent, plan.nbytes, plan.lane_bytes) == ((), (), 0, 0)
 
 
 def test_a_bucket_smaller_than_the_alignment_is_a_config_error():
     with pytest.raises(ConfigError, match="bucket_bytes"):
-        make_plan(manifest(W), ALIGN - 1)
+        plan_of(manifest(W), ALIGN - 1)
 
 
 def test_so_small_buckets_that_a_plan_would_take_long_are_a_config_error_at_once():
@@ -266,7 +271,7 @@ def test_so_small_buckets_that_a_plan_would_take_long_are_a_config_error_at_once
         with pytest.raises(
             ConfigError, match=r"bucket_bytes is 64; a model of \d+ bytes needs at least"
         ):
-            make_plan(big, 64, mode)
+            plan_of(big, 64, mode)
     assert time.monotonic() - begin < 1.0
 
 
@@ -304,18 +309,19 @@ def test_the_digests_of_many_tensors_are_those_of_each(kind, monkeypatch):
         buffer = torch.empty(4)
         for name, spec in specs.items():
             if name in stay:
-                yield spec, stay[name]
+                yield name, spec, stay[name]
             else:
                 part = buffer[: len(passing[name])]
-                yield spec, part.copy_(passing[name])
+                yield name, spec, part.copy_(passing[name])
 
-    found = hasher.digests(given(), stay)
+    lasting = {tensor.data_ptr() for tensor in stay.values()}
+    found = hasher.digests(given(), lasting)
     turned = 2  # blocks of the one that is not contiguous
     assert sorted(made) == [1] * (4 + turned) + [5]
-    assert hasher.digests(given(), stay) == found
+    assert hasher.digests(given(), lasting) == found
     assert sorted(made) == [1] * 2 * (4 + turned) + [5]  # those that stay have one for ever
-    each = ([(spec, (stay | passing)[name])] for name, spec in specs.items())
-    alone = [TensorHasher(how, 128).digests(one, {}) for one in each]
+    each = ([(name, spec, (stay | passing)[name])] for name, spec in specs.items())
+    alone = [TensorHasher(how, 128).digests(one, ()) for one in each]
     assert found == {name: digest for one in alone for name, digest in one.items()}
 
 

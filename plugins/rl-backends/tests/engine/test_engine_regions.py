@@ -404,7 +404,7 @@ def test_what_an_engine_keeps_wider_than_the_model_is_read_in_the_dtype_of_the_m
     weights = loaded(nn.Module(), TensorSpec("bias", (3,), "bfloat16"))
     kept = torch.tensor([0.5, -2.0, 3.0])  # float32: kernels for AMX take biases so
     vars(weights)["regions"] = {"bias": [Region(kept, 0, (1,))]}
-    assert weights.targets is None  # it is not the engine's own
+    assert [piece.tensor for piece in weights.pieces] == [None]  # it is not the engine's own
     [(name, tensor)] = weights.read(["bias"])
     assert (name, tensor.dtype, tensor.tolist()) == ("bias", torch.bfloat16, [0.5, -2.0, 3.0])
 
@@ -506,3 +506,28 @@ def test_a_loader_that_knows_parts_of_a_tensor_by_names_of_their_own_is_followed
         for region in found[name]:
             region.read(whole)
         assert whole.ne(-1).sum() == tensor.numel() // 2
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_what_a_worker_keeps_are_boxes_with_views_of_its_own(rank):
+    model = Model(rank)
+    weights = loaded(model, *SPECS)
+    tensors = {one.name: filled(*one.shape) + 1 + i for i, one in enumerate(SPECS)}
+    for name, regions in regions_of(model, SPECS, torch.float32).items():
+        for region in regions:
+            region.write(0, tensors[name].reshape(-1))
+            one = next(one for one in SPECS if one.name == name)
+            piece = region.piece(one)
+            right = tensors[name][tuple(slice(*ends) for ends in piece.box)]
+            assert piece.tensor.equal(right), name
+            assert piece.tensor.untyped_storage().data_ptr() == (
+                region.target.untyped_storage().data_ptr()
+            )
+    assert weights.model is model
+
+
+def test_a_region_that_is_no_box_has_no_piece():
+    every_other_row = Region(torch.zeros(2, 3), 0, (6, 1))
+    assert every_other_row.piece(spec("w", 4, 3)) is None
+    [whole] = [Region.of(torch.zeros(4, 3), 0, (3, 1))]
+    assert whole.piece(spec("w", 4, 3)).box == ((0, 4), (0, 3))

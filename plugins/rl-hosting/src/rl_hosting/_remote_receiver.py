@@ -21,7 +21,7 @@ from rl_core.errors import (
     WorkerError,
 )
 from rl_core.futures import spawn
-from rl_core.interfaces import TensorSpec
+from rl_core.interfaces import Box, TensorSpec
 from rl_core.weights import DEFAULT_DEADLINE_S
 from rl_core.weights.options import check_deadline
 from rl_hosting._messages import Reply, Request, decode, encode, error_of
@@ -138,11 +138,13 @@ class RemoteReceiver:
         """The tensors that the engine expects."""
         return msgspec.convert(self._ask("specs")[0], list[TensorSpec])
 
-    def read(self, name: str) -> bytes:
-        """The bytes of a tensor as it is installed."""
+    def read(self, name: str) -> list[tuple[Box, bytes | None]]:
+        """The boxes and bytes of a tensor as it is installed, those of all workers."""
         self._wake()
-        data: bytes = self._ask("read", name=name)[0]
-        return data
+        answers = self._ask("read", name=name)
+        return msgspec.convert(
+            [piece for answer in answers for piece in answer], list[tuple[Box, bytes | None]]
+        )
 
     def write(self, name: str, offset: int, data: bytes) -> None:
         """Writes elements of a tensor, without a refit."""

@@ -43,10 +43,14 @@ class RemoteSink(WeightSink):
         by_name = {spec.name: spec for spec in self._specs}
         for name in names:
             spec = by_name[name]
-            data = bytearray(self._receiver.read(name))
-            if spec.numel and not data:
+            whole = torch.empty(spec.shape, dtype=spec.torch_dtype)
+            pieces = self._receiver.read(name)
+            if any(data is None for _, data in pieces):
                 yield name, None
                 continue
-            dtype = spec.torch_dtype
-            flat = torch.frombuffer(data, dtype=dtype) if data else torch.empty(0, dtype=dtype)
-            yield name, flat.view(spec.shape)
+            for box, data in pieces:
+                if data:
+                    flat = torch.frombuffer(bytearray(data), dtype=whole.dtype)
+                    place = whole[tuple(slice(*ends) for ends in box)]
+                    place.copy_(flat.view(place.shape))
+            yield name, whole

@@ -180,15 +180,23 @@ class WorkerRefits:
         """See :meth:`GenerationBackend.call_in_workers`."""
         return load_object(function)(self._sink, **arguments)
 
-    def read(self, name: str) -> bytes:
-        """The bytes of a tensor; all workers of an engine must read at the same time.
+    def read(self, name: str) -> list[Any]:
+        """The boxes and bytes of a tensor's pieces; all workers must read at the same time.
 
-        None where the engine has only what it computed of the tensor.
+        The bytes are None where the engine has only what it computed of the tensor.
         """
-        [(_, tensor)] = self._sink().read([name])
-        if tensor is None:
-            return b""
-        return bytes(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy())
+        sink = self._sink()
+        [spec] = [one for one in sink.specs() if one.name == name]
+        pieces = sink.pieces()
+        boxes = [tuple((0, size) for size in spec.shape)]
+        if pieces is not None and spec.numel:
+            boxes = [piece.box for piece in pieces if piece.name == (spec.alias_of or name)]
+        answer: list[Any] = []
+        for box, (_, tensor) in zip(boxes, sink.read([name]), strict=True):
+            if tensor is not None:
+                flat = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8)
+            answer.append((box, None if tensor is None else bytes(flat.numpy())))
+        return answer
 
     def write(self, name: str, offset: int, data: bytes) -> None:
         """Writes elements of a tensor, without a refit."""

@@ -149,7 +149,7 @@ class VllmAdapters(AdapterSink):
         place = self._place(name)
         if place is None:
             return torch.empty(0)
-        rows, columns = self._part(place, self.targets()[name]).shape
+        rows, columns = self._part(place, self.buffers[name]).shape
         layer = place.layer
         stacked = (layer.lora_a_stacked if place.is_a else layer.lora_b_stacked)[place.slice]
         slot = self._manager.lora_index_to_id.index(adapter)

@@ -20,11 +20,11 @@ from rl_core.weights import RefitReceiver, RefitSender
 from rl_core.weights.tensors import NamedTensorSink, NamedTensorSource
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Generator, Iterator, Sequence
 
     import torch
 
-    from rl_core.interfaces import TensorSpec, WeightSink, WeightSource
+    from rl_core.interfaces import Piece, TensorSpec, WeightSink, WeightSource
 
 __all__ = ["Engine", "Engines", "Sink", "Source", "Trainer", "broken_tensor"]
 
@@ -44,9 +44,9 @@ class Source(NamedTensorSource):
             _run(self.on, name)
             yield from super().tensors([name])
 
-    def persistent(self) -> Mapping[str, torch.Tensor] | None:
+    def pieces(self) -> Sequence[Piece] | None:
         """None while there are hooks: engines that read the tensors themselves run none."""
-        return None if self.on else super().persistent()
+        return None if self.on else super().pieces()
 
     def confirm(self) -> None:
         _run(self.on, "confirm")
@@ -66,9 +66,9 @@ class Sink(NamedTensorSink):
         _run(self.on, name)
         super().write(name, offset, data, of=of)
 
-    def targets(self) -> Mapping[str, torch.Tensor] | None:
+    def pieces(self) -> Sequence[Piece] | None:
         """None while there are hooks: what core writes itself runs none."""
-        return None if self.on else super().targets()
+        return None if self.on else super().pieces()
 
     def finish(self, version: int) -> None:
         _run(self.on, "finish")

@@ -16,11 +16,12 @@ from unittest import mock
 import torch
 
 from rl_conformance.expect import NotRun, require
+from rl_core.interfaces import Piece
 from rl_core.weights.protocol.frames import Channel
 from rl_core.weights.protocol.messages import BucketReady
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Generator, Iterator, Mapping
+    from collections.abc import Callable, Generator, Iterator
 
     from rl_core.interfaces import (
         ColocatablePolicyInterface,
@@ -120,7 +121,7 @@ def end(_: Callable[[], WeightSink], key: str) -> bool:
 
 def has_targets(make_sink: Callable[[], WeightSink]) -> bool:
     """Whether tensors may be written in place."""
-    return bool(make_sink().targets())
+    return bool(make_sink().pieces())
 
 
 def die_at(make_sink: Callable[[], WeightSink], method: str, count: int) -> int:
@@ -135,7 +136,7 @@ def die_at(make_sink: Callable[[], WeightSink], method: str, count: int) -> int:
 
     mock.patch.object(sink, method, dying).start()
     if method == "write":  # what would bypass it is switched off
-        mock.patch.object(sink, "targets", return_value=None).start()
+        mock.patch.object(sink, "pieces", return_value=None).start()
     return os.getpid()
 
 
@@ -173,7 +174,7 @@ def one_by_one(sink: type[WeightSink], write: Callable[..., None]) -> Generator[
 
     with (
         mock.patch.object(sink, "write", faulty),
-        mock.patch.object(sink, "targets", return_value=None),
+        mock.patch.object(sink, "pieces", return_value=None),
     ):
         yield struck
 
@@ -215,15 +216,18 @@ def casting_down(sink: type[WeightSink], tensor: str) -> Any:
 @contextmanager
 def detached(sink: type[WeightSink], tensor: str) -> Generator[list[None]]:
     """Fault: what is written in place is, for one tensor, no longer what the engine reads."""
-    original = sink.targets
+    original = sink.pieces
     struck: list[None] = []
 
-    def faulty(self: WeightSink) -> Mapping[str, torch.Tensor]:
-        targets = original(self) or {}
+    def faulty(self: WeightSink) -> list[Piece]:
         struck.append(None)
-        return {**targets, tensor: targets[tensor].detach().clone()}
+        pieces = list(original(self) or ())
+        for at, (name, box, kept) in enumerate(pieces):
+            if name == tensor and kept is not None:
+                pieces[at] = Piece(name, box, kept.detach().clone())
+        return pieces
 
-    with mock.patch.object(sink, "targets", faulty):
+    with mock.patch.object(sink, "pieces", faulty):
         yield struck
 
 
@@ -272,7 +276,7 @@ def between_tensors(
 
     with (
         mock.patch.object(source, "tensors", faulty),
-        mock.patch.object(source, "persistent", return_value=None),
+        mock.patch.object(source, "pieces", return_value=None),
     ):
         yield
     require(acted, "the refit", f"more than {after} tensors from the source", "it ended before")

@@ -273,7 +273,7 @@ def _die(backend: Any, method: str, count: int) -> None:
     fault = dying_source if method == "tensors" else dying
     mock.patch.object(source, method, fault).start()
     if method == "tensors":  # what would bypass it is switched off
-        mock.patch.object(source, "persistent", return_value=None).start()
+        mock.patch.object(source, "pieces", return_value=None).start()
 
 
 _ACTIONS: dict[str, Callable[..., Any]] = {

@@ -95,7 +95,7 @@ def attempt(policy: Any, generation: Any, **options: Any) -> BaseException | Non
 def modes_of(policy: ColocatablePolicyInterface) -> list[str]:
     """The modes in which the policy's tensors can be sent."""
     source: Any = getattr(policy, "weight_source", None)
-    in_place = source is not None and source().persistent() is not None
+    in_place = source is not None and source().pieces() is not None
     return [mode for mode in MODES if mode != "direct" or in_place]
 
 

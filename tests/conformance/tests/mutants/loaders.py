@@ -21,7 +21,7 @@ _FIRST = "(R1 or R2 and not (its_description or change_nothing)) and not (enough
 class _OneByOne(NamedTensorSink):
     """Everything is written through :meth:`write`."""
 
-    def targets(self) -> None:
+    def pieces(self) -> None:
         return None
 
 
@@ -134,7 +134,7 @@ class _WithoutAdapter(NamedTensorSource):
             own = name == _ADAPTED
             yield name, tensor - self._adapter if own else tensor
 
-    def persistent(self) -> None:
+    def pieces(self) -> None:
         return None
 
 

@@ -22,7 +22,7 @@ class _Sink(NamedTensorSink):
         super().__init__(engine.model.state_dict(keep_vars=True))
         self.engine = engine
 
-    def targets(self) -> None:
+    def pieces(self) -> None:
         return None
 
     def write(self, name: str, offset: int, data: torch.Tensor, *, of: TensorSpec) -> None:
@@ -226,7 +226,7 @@ class _Rounding(NamedTensorSource):
             mild = name.endswith("norm.weight")
             yield name, tensor.bfloat16().to(tensor.dtype) if mild else tensor
 
-    def persistent(self) -> None:
+    def pieces(self) -> None:
         return None
 
 

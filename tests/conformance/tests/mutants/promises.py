@@ -33,11 +33,11 @@ _SESSION_BYTES = 16
 def what_lies_ready_is_verified_and_copied_later() -> AbstractContextManager[Any]:
     """Digests are of the sender's memory, which is read again to be written."""
 
-    def look_and_copy(buckets: Any, group: Any) -> Any:
+    def look_and_copy(buckets: Any, first: int, group: Any) -> Any:
         runs = [piece.of(buckets.data).view(torch.uint8) for piece in group]
         digests = Hasher(runs, buckets._hash, buckets.plan.block_bytes).digests
         writes = buckets._writes(group, buckets.data, 0)
-        return _loading._Step(buckets._names(group), [], digests, writes, in_place=False)
+        return _loading._Step(first, buckets._names(group), [], digests, writes, in_place=False)
 
     return mock.patch.multiple(
         _loading.ReceiverBuckets, _verified_beside=look_and_copy, _verified_in_place=look_and_copy

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 from unittest import mock
@@ -14,11 +14,11 @@ import torch
 from mutants.mutant import breaks
 from rl_conformance.reference.generation import ReferenceGeneration, ScaledSink
 from rl_conformance.reference.policy import ReferencePolicy
-from rl_core.interfaces import TensorSpec, WeightSink, WeightSource
+from rl_core.interfaces import Piece, TensorSpec, WeightSink, WeightSource
 from rl_core.weights.data.digests import DIGEST_BYTES
 from rl_core.weights.receiving.loading import Loader
 from rl_core.weights.receiving.receiver import ReceiveJob
-from rl_core.weights.tensors import NamedTensorSource
+from rl_core.weights.tensors import NamedTensorSource, whole_pieces
 from rl_core.weights.transports.memory import SharedRegion
 
 
@@ -98,7 +98,7 @@ class _OneWay(ScaledSink):
         if not self.failed:
             super().write(name, offset, data, of=of)
 
-    def targets(self) -> None:
+    def pieces(self) -> None:
         return None
 
 
@@ -132,10 +132,10 @@ class _Snapshot(NamedTensorSource):
         super().__init__(tensors)
         self._kept = kept
 
-    def persistent(self) -> Mapping[str, torch.Tensor]:
+    def pieces(self) -> Sequence[Piece]:
         if not self._kept:
             self._kept |= copy.deepcopy(dict(self.tensors_by_name))
-        return self._kept
+        return whole_pieces(self._kept)
 
 
 @breaks("R1", "R9")

@@ -26,7 +26,7 @@ class _Remembering(NamedTensorSink):
         super().__init__(tensors)
         self.seen = seen
 
-    def targets(self) -> None:
+    def pieces(self) -> None:
         return None
 
     def write(self, name: str, offset: int, data: torch.Tensor, *, of: TensorSpec) -> None:

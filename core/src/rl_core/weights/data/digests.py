@@ -29,7 +29,7 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import dataclass, field
-from itertools import islice
+from itertools import compress, islice
 from typing import TYPE_CHECKING, Any, Literal, Self, cast, get_args
 
 import torch
@@ -41,11 +41,11 @@ from rl_core.weights.data.plan import BLOCK
 from rl_core.weights.gpu import fold as _fold
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
+    from collections.abc import Callable, Collection, Iterable, Sequence
 
     from rl_core.interfaces.weights import TensorSpec
     from rl_core.weights.data.manifest import WeightManifest
-    from rl_core.weights.data.plan import Bucket
+    from rl_core.weights.data.plan import Segment
 
 __all__ = ["BlockHash", "DigestTable", "Hasher", "TensorHasher", "copy_run", "tensor_digest"]
 
@@ -186,9 +186,9 @@ class TensorHasher:
 
     @torch.no_grad()
     def digests(
-        self, given: Iterable[tuple[TensorSpec, torch.Tensor]], lasting: Mapping[str, torch.Tensor]
+        self, given: Iterable[tuple[str, TensorSpec, torch.Tensor]], lasting: Collection[int]
     ) -> dict[str, bytes]:
-        """The digest that each tensor gets when it travels as in its spec, by name.
+        """The digest that each tensor gets when it travels as in its spec, by the given name.
 
         A device is waited for when all tensors are under way.
 
@@ -196,19 +196,18 @@ class TensorHasher:
             given: Tensors of any strides, dtype and device, each with a spec of the dtype that
                 travels; at most a block of one is copied. Each may be freed once the next is
                 taken.
-            lasting: By name, tensors that stay: those of them that are given are digested together,
-                and their memory is held.
+            lasting: Addresses of tensors that stay: those of them that are given are digested
+                together, and their memory is held.
         """
         found: dict[str, bytes] = {}
         begun: list[tuple[Sequence[_Place], Callable[[], list[bytes]]]] = []
         together: dict[torch.device, tuple[list[_Place], list[torch.Tensor]]] = {}
-        for spec, tensor in given:
+        for name, spec, tensor in given:
             if not tensor.is_contiguous() or tensor.dtype != dtype_of(spec):
-                found[spec.name] = tensor_digest(self._copied(tensor, spec))
+                found[name] = tensor_digest(self._copied(tensor, spec))
                 continue
-            place = (spec.name, tensor.data_ptr(), tensor.nbytes)
-            kept = lasting.get(spec.name)
-            if kept is not None and kept.data_ptr() == place[1]:
+            place = (name, tensor.data_ptr(), tensor.nbytes)
+            if place[1] in lasting:
                 places, tensors = together.setdefault(tensor.device, ([], []))
                 places.append(place)
                 tensors.append(tensor)
@@ -243,17 +242,17 @@ class TensorHasher:
 
 
 class DigestTable:
-    """The digest of every tensor of a model."""
+    """The digest of every part of a model, or of those that come through one lane."""
 
     def __init__(self, manifest: WeightManifest, known: dict[str, bytes] | None = None) -> None:
         self.known = {} if known is None else known
         self._manifest = manifest
         self._open: list[bytes] = []
 
-    def add(self, bucket: Bucket, digests: Sequence[bytes], block_bytes: int) -> None:
-        """Takes the block digests of a bucket; buckets come in order."""
+    def add(self, segments: Iterable[Segment], digests: Sequence[bytes], block_bytes: int) -> None:
+        """Takes the block digests of segments, which come in order."""
         position = 0
-        for segment in bucket.segments:
+        for segment in segments:
             nbytes = segment.stop - segment.start
             if nbytes <= block_bytes and segment.whole:
                 self.known[segment.spec.name] = digests[position]
@@ -270,9 +269,9 @@ class DigestTable:
                 self.known[segment.spec.name] = tensor_digest(self._open)
                 self._open = []
 
-    def forget(self, bucket: Bucket) -> None:
-        """The tensors of a bucket are about to be written."""
-        for segment in bucket.segments:
+    def forget(self, segments: Iterable[Segment]) -> None:
+        """These are about to be written."""
+        for segment in segments:
             self.known.pop(segment.spec.name, None)
 
     @property
@@ -280,10 +279,11 @@ class DigestTable:
         """All digests, in the manifest's order, zeros where unknown."""
         return b"".join(self.known.get(spec.name, _UNKNOWN) for spec in self._manifest.owned)
 
-    @property
-    def digest(self) -> str:
-        """128-bit hash over the manifest and every tensor's digest."""
-        return xxhash.xxh3_128_hexdigest(self._manifest.digest.encode() + self.flat)
+    def digest(self, mask: bytes) -> str:
+        """128-bit hash over the manifest, and the digests of the parts with a 1 in ``mask``."""
+        owned = compress(self._manifest.owned, mask)
+        found = b"".join(self.known.get(spec.name, _UNKNOWN) for spec in owned)
+        return xxhash.xxh3_128_hexdigest(self._manifest.digest.encode() + mask + found)
 
 
 def copy_run(target: torch.Tensor, source: torch.Tensor, offset: int) -> None:

@@ -16,7 +16,7 @@ from rl_core.errors import ManifestMismatchError, RefitProtocolError
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
-    from rl_core.interfaces.weights import TensorSpec
+    from rl_core.interfaces.weights import Box, TensorSpec
 
 __all__ = ["WeightManifest", "compare", "dtype_of", "nbytes", "numel"]
 
@@ -118,6 +118,16 @@ class WeightManifest:
     def owned(self) -> tuple[TensorSpec, ...]:
         """What is sent: all but aliases and empty tensors."""
         return tuple(s for s in self.tensors if s.alias_of is None and numel(s))
+
+    @cached_property
+    def index(self) -> Mapping[str, int]:
+        """Index in :attr:`owned`, by name."""
+        return {spec.name: index for index, spec in enumerate(self.owned)}
+
+    @cached_property
+    def boxes(self) -> list[Box]:
+        """All of each tensor in :attr:`owned`."""
+        return [tuple((0, size) for size in spec.shape) for spec in self.owned]
 
     @cached_property
     def digest(self) -> str:

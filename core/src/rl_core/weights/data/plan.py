@@ -16,7 +16,7 @@ import msgspec
 import xxhash
 
 from rl_core.errors import ConfigError
-from rl_core.weights.data.manifest import dtype_of, nbytes, numel
+from rl_core.weights.data.manifest import dtype_of, numel
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
     from rl_core.interfaces.weights import TensorSpec
     from rl_core.weights.data.manifest import WeightManifest
+    from rl_core.weights.data.parts import Layout, Partition
 
 __all__ = [
     "ALIGN",
@@ -63,16 +64,17 @@ class DataMode(enum.StrEnum):
 
 
 class Segment(NamedTuple):
-    """A run of elements of one tensor, and its place in the lane.
+    """A run of elements of one part, and its place in the lane.
 
     Attributes:
-        tensor: Index of the tensor in the manifest's ``owned``.
-        spec: The whole tensor, with the dtype it travels in.
-        offset: Index of the first element in the flattened tensor.
+        tensor: Index of the part in the manifest's ``owned``.
+        spec: All of the part, with the dtype it travels in.
+        offset: Index of the first element in the flattened part.
         elements: How many.
-        start: First byte in the lane.
-        stop: Byte after the last.
-        last: The tensor ends here.
+        start: First byte in the lane; of the part, if that has strides.
+        stop: As many bytes after it as the elements have.
+        last: The part ends here.
+        strides: Of the part in the lane, in elements; empty where it lies in one piece.
     """
 
     tensor: int
@@ -82,15 +84,23 @@ class Segment(NamedTuple):
     start: int
     stop: int
     last: bool
+    strides: tuple[int, ...] = ()
 
     @property
     def whole(self) -> bool:
-        """This is all of the tensor."""
+        """This is all of the part."""
         return self.last and self.offset == 0
 
     def of(self, lane: torch.Tensor) -> torch.Tensor:
-        """The segment's elements: 1-D, of the dtype that travels."""
+        """The segment's elements: 1-D, of the dtype that travels; not of one with strides."""
         return lane[self.start : self.stop].view(dtype_of(self.spec))
+
+    def part_in(self, lane: torch.Tensor) -> torch.Tensor:
+        """All elements of a part that has strides."""
+        dtype = dtype_of(self.spec)
+        elements = lane[: len(lane) // dtype.itemsize * dtype.itemsize].view(dtype)
+        first = elements.storage_offset() + self.start // dtype.itemsize
+        return elements.as_strided(self.spec.shape, self.strides, first)
 
     def blocks(self, size: int) -> list[tuple[int, int]]:
         """First and last byte, in the lane, of the pieces that are hashed one by one."""
@@ -108,6 +118,11 @@ class Bucket:
     def name(self) -> str:
         """What errors call it: its first tensor."""
         return f"from {self.segments[0].spec.name} on"
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that a copy of the bucket takes."""
+        return sum(_align(segment.stop - segment.start) for segment in self.segments)
 
     @property
     def start(self) -> int:
@@ -130,7 +145,7 @@ class TransferPlan:
         window: Buckets that may be announced and not loaded.
         lane_bytes: Size of the lane.
         block_bytes: Largest piece of a segment that is hashed at once.
-        sent: Indices of the tensors that travel.
+        sent: Indices of the parts that travel.
     """
 
     mode: DataMode
@@ -150,7 +165,7 @@ class TransferPlan:
         """128-bit hash over the place of every segment."""
         buckets = [
             [
-                (s.tensor, s.spec.name, s.spec.dtype, s.offset, s.elements, s.start)
+                (s.tensor, s.spec.name, s.spec.dtype, s.offset, s.elements, s.start, s.strides)
                 for s in b.segments
             ]
             for b in self.buckets
@@ -161,18 +176,28 @@ class TransferPlan:
 
 
 def make_plan(
-    manifest: WeightManifest,
+    parts: Partition,
     bucket_bytes: int,
     mode: DataMode = DataMode.PACKED,
     *,
     skip: bytes = b"",
     block: int = BLOCK,
+    layout: Layout = {},  # noqa: B006 - nothing changes it
 ) -> TransferPlan:
     """Fills buckets in the manifest's order.
 
-    A tensor that fits in a bucket is never split, so that loaders mostly see whole tensors; a
+    A part that fits in a bucket is never split, so that loaders mostly see whole tensors; a
     larger one starts a new bucket and is cut into pieces that fill theirs.
+
+    Args:
+        parts: What there is to send.
+        bucket_bytes: Most bytes of a bucket.
+        mode: How the buckets share the lane.
+        skip: A byte for each part, 1 for those that are not sent; empty if all are.
+        block: Most bytes under one digest.
+        layout: The pieces that lie in a direct lane, one after another.
     """
+    manifest = parts.manifest
     size = bucket_bytes // ALIGN * ALIGN
     total = manifest.nbytes
     least = max(ALIGN, _align(-(-total // MAX_BUCKETS)))
@@ -187,11 +212,8 @@ def make_plan(
     filled = _fill(manifest, sent, size, size // block * block)
     if mode is DataMode.DIRECT:
         window = _ANNOUNCED
-        own, lane = direct_places(manifest.owned)
-        moved = [
-            [_at(s, own[s.tensor] + s.offset * dtype_of(s.spec).itemsize) for s in bucket]
-            for bucket in filled
-        ]
+        own, lane = parts.places(layout, ALIGN)
+        moved = [[_at(s, *own[s.tensor]) for s in bucket] for bucket in filled]
     else:
         window = max(1, min(SLOTS, len(filled)))
         slot = _align(max((bucket[-1].stop for bucket in filled), default=0))
@@ -227,18 +249,18 @@ def _fill(
     return buckets
 
 
-def direct_places(owned: Iterable[TensorSpec]) -> tuple[list[int], int]:
-    """The first byte of every tensor when each has a separate place, and the end of them all."""
-    starts, position = [], 0
-    for spec in owned:
-        starts.append(position)
-        position = _align(position + nbytes(spec))
-    return starts, position
-
-
-def _at(segment: Segment, start: int) -> Segment:
-    tensor, spec, offset, elements, begin, stop, last = segment
-    return Segment(tensor, spec, offset, elements, start, start + stop - begin, last)
+def _at(segment: Segment, start: int, strides: tuple[int, ...] = ()) -> Segment:
+    """A segment at another place, or where its part begins in a direct lane, with its strides."""
+    tensor, spec, offset, elements, begin, stop, last, _ = segment
+    step = 1
+    for size, stride in zip(reversed(spec.shape), reversed(strides), strict=False):
+        if size != 1 and stride != step:
+            break
+        step *= size
+    else:  # it lies there in one piece
+        start += offset * dtype_of(spec).itemsize * bool(strides)
+        strides = ()
+    return Segment(tensor, spec, offset, elements, start, start + stop - begin, last, strides)
 
 
 def _align(position: int) -> int:

@@ -19,6 +19,8 @@ from rl_core.weights.protocol.messages import PROTOCOL
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from rl_core.weights.data.parts import Layout
+
 
 class _Info(msgspec.Struct, frozen=True):
     digest: str
@@ -38,6 +40,7 @@ class SenderInfo:
         addresses: By transport, the address of its end.
         dtypes: What the engine wants instead, by tensor.
         wire: The manifest in the dtypes that travel.
+        keeps: The boxes that the engine keeps.
     """
 
     manifest: WeightManifest
@@ -45,6 +48,7 @@ class SenderInfo:
     addresses: dict[str, dict[str, Any]]
     dtypes: dict[str, str]
     wire: WeightManifest
+    keeps: Layout
 
     @property
     def origin(self) -> int:
@@ -76,7 +80,9 @@ def introduction(manifest: WeightManifest, token: str) -> dict[str, Any]:
 
 
 def trainer_of(
-    info: object, compare_with: Callable[[WeightManifest], dict[str, str]], last: SenderInfo | None
+    info: object,
+    compare_with: Callable[[WeightManifest], tuple[dict[str, str], Layout]],
+    last: SenderInfo | None,
 ) -> SenderInfo:
     """The trainer that an introduction is of."""
     fields = info if isinstance(info, Mapping) else {}
@@ -101,9 +107,9 @@ def trainer_of(
         raise RefitProtocolError(
             "the digest in the trainer's refit info is not that of its tensors", phase="DISCOVER"
         )
-    dtypes = compare_with(manifest)
+    dtypes, keeps = compare_with(manifest)
     wire = manifest.cast(dtypes, last.wire if last else None)
-    return SenderInfo(manifest, theirs.token, theirs.addresses, dtypes, wire)
+    return SenderInfo(manifest, theirs.token, theirs.addresses, dtypes, wire, keeps)
 
 
 @cache

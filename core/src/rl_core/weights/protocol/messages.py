@@ -6,7 +6,9 @@ from typing import Any
 
 import msgspec
 
-PROTOCOL = 6
+from rl_core.interfaces.weights import Box  # noqa: TC001 - msgspec resolves it
+
+PROTOCOL = 7
 """Version of all that crosses between the two sides, which refuse each other if it differs."""
 
 
@@ -52,28 +54,50 @@ class Offer(_InSession, frozen=True):
 class Ready(_InSession, frozen=True):
     """Receiver: the offered manifest is the one I checked; send these tensors in these dtypes.
 
-    ``holds`` has the digest of every tensor that I know to have, 16 bytes each, in the manifest's
-    order, zeros for the others; it is empty without ``delta``. ``gpus`` are the UUIDs of the GPUs
-    that I can reach, that of my tensors first; it is empty if my tensors are on the CPU.
+    ``keeps`` has the boxes that I keep, by the tensor's index, of tensors that I do not keep whole.
+    ``holds`` has the digest of every part that I know to have, 16 bytes each, in the order of the
+    parts with the digest ``parts``, zeros for the others; it is empty without ``delta``. ``gpus``
+    are the UUIDs of the GPUs that I can reach, that of my tensors first; it is empty if my tensors
+    are on the CPU.
     """
 
     dtypes: dict[str, str]
     holds: bytes
     gpus: tuple[str, ...]
+    keeps: dict[int, tuple[Box, ...]] = {}
+    parts: str = ""
 
 
-class Prepare(_InSession, frozen=True):
-    """Sender: the plan and how to reach its lane.
+class LaneInfo(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A lane and the plan of what comes through it, as one receiver reads it.
 
-    ``skip`` has a byte for each tensor, 1 for those that are not sent; empty if all are. ``hash``
-    is the kind of all digests, as of ``digests.BlockHash``.
+    Attributes:
+        plan: Digest of the plan.
+        skip: A byte for each part, 1 for those that are not in the lane; empty if all are.
+        ref: How to reach it.
+        reads: A byte for each part, 1 for those that the receiver takes from here; empty for all.
+        layout: The boxes that lie in a direct lane, of tensors that are not whole there.
     """
 
     plan: str
+    skip: bytes
+    ref: dict[str, Any]
+    reads: bytes = b""
+    layout: dict[int, tuple[Box, ...]] = {}
+
+
+class Prepare(_InSession, frozen=True):
+    """Sender: the plan and how to reach its lanes.
+
+    ``cuts`` makes the parts of the tensors, as of ``parts.Partition``. ``lanes`` are by the rank
+    of the trainer that fills them. ``hash`` is the kind of all digests, as of
+    ``digests.BlockHash``.
+    """
+
     bucket_bytes: int
     direct: bool
-    skip: bytes
-    lane: dict[str, Any]
+    cuts: dict[int, tuple[tuple[int, ...], ...]]
+    lanes: dict[int, LaneInfo]
     deadline_s: float
     hash: str = "xxh3"
 
@@ -83,20 +107,22 @@ class Prepared(_InSession, frozen=True):
 
 
 class BucketReady(_InSession, frozen=True):
-    """Sender: a bucket lies in the lane; the digest of each block, empty without verification."""
+    """Sender: a bucket lies in a lane; the digest of each block, empty without verification."""
 
     index: int
     digests: bytes
+    lane: int = 0
 
 
 class Loaded(_InSession, frozen=True):
     """Receiver: the bucket was verified and written (staged: put beside them); its slot is free."""
 
     index: int
+    lane: int = 0
 
 
 class Seal(_InSession, frozen=True):
-    """Sender: that was all; ``digest`` covers every tensor of the model, sent or held."""
+    """Sender: that was all; ``digest`` covers every part that the receiver keeps, sent or held."""
 
     digest: str
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from typing import TYPE_CHECKING, ClassVar
 
 from rl_core.errors import CapabilityError, RefitAborted, RefitPeerError, WeightsTornError
@@ -21,7 +22,7 @@ from rl_core.weights.protocol.session import (
 from rl_core.weights.protocol.timing import HELLO_S
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
 
 __all__ = ["ISOLATION_LEVELS", "VERIFY_LEVELS", "ReceiverSession"]
 
@@ -55,9 +56,7 @@ class ReceiverSession(Session):
         hello: messages.Hello,
         *,
         manifest: str,
-        dtypes: dict[str, str],
-        holds: Callable[[], bytes] = bytes,
-        gpus: tuple[str, ...] = (),
+        ready: Callable[[messages.Offer], messages.Ready],
         deadline_s: float,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -66,12 +65,11 @@ class ReceiverSession(Session):
         self.touched = False
         self._hello = hello
         self._manifest = manifest
-        self._dtypes = dtypes
-        self._holds = holds
-        self._gpus = gpus
+        self._ready = ready
         self._prepare: messages.Prepare | None = None
-        self._buckets = 0
-        self._announced = self._loaded = 0
+        self._buckets: Mapping[int, int] = {}  # by lane, as what follows
+        self._announced: Counter[int] = Counter()
+        self._loaded: Counter[int] = Counter()
         self._hello_at = 0.0
 
     def start(self) -> list[Effect]:
@@ -113,8 +111,8 @@ class ReceiverSession(Session):
         effects: list[Effect] = getattr(self, handler)(message)
         return effects
 
-    def attached(self, buckets: int) -> list[Effect]:
-        """Our plan, of so many buckets, is the sender's; lane and sink are ready."""
+    def attached(self, buckets: Mapping[int, int]) -> list[Effect]:
+        """Our plans, of so many buckets by lane, are the sender's; lanes and sink are ready."""
         if self.phase.terminal:
             return []
         self._buckets = buckets
@@ -125,12 +123,12 @@ class ReceiverSession(Session):
         """The next write makes the weights neither old nor new."""
         self.touched = True
 
-    def loaded(self, index: int) -> list[Effect]:
+    def loaded(self, index: int, lane: int = 0) -> list[Effect]:
         """A bucket is in the sink; its slot may be filled again."""
         if self.phase.terminal:
             return []
-        self._loaded += 1
-        return [Send(messages.Loaded(self._session, index))]
+        self._loaded[lane] += 1
+        return [Send(messages.Loaded(self._session, index, lane))]
 
     def installed(self) -> list[Effect]:
         """All is installed and verified; only the sender's decision is missing."""
@@ -186,8 +184,7 @@ class ReceiverSession(Session):
                 )
             )
         self._enter(Phase.PREPARE)
-        holds = self._holds() if offer.delta else b""
-        return [Send(messages.Ready(offer.session, self._dtypes, holds, self._gpus))]
+        return [Send(self._ready(offer))]
 
     def _on_prepare(self, prepare: messages.Prepare) -> list[Effect]:
         if self._prepare is not None:
@@ -199,15 +196,16 @@ class ReceiverSession(Session):
         return [Attach(prepare, self._offer)]
 
     def _on_bucket(self, bucket: messages.BucketReady) -> list[Effect]:
-        expected = self._announced
-        if bucket.index != expected or expected >= self._buckets:
+        expected = self._announced[bucket.lane]
+        if bucket.index != expected or expected >= self._buckets.get(bucket.lane, 0):
             return self._refuse(f"received bucket {bucket.index}, expected {expected}")
-        self._announced += 1
-        return [Load(bucket.index, bucket.digests)]
+        self._announced[bucket.lane] += 1
+        return [Load(bucket.index, bucket.digests, bucket.lane)]
 
     def _on_seal(self, seal: messages.Seal) -> list[Effect]:
-        if self._loaded != self._buckets:
-            return self._refuse(f"received Seal after {self._loaded} of {self._buckets} buckets")
+        loaded, buckets = self._loaded.total(), sum(self._buckets.values())
+        if loaded != buckets:
+            return self._refuse(f"received Seal after {loaded} of {buckets} buckets")
         self._enter(Phase.SEAL)
         return [Install(self._offer, seal.digest)]
 

@@ -22,7 +22,7 @@ from rl_core.weights.protocol.session import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
 
     from rl_core.errors import RLError
 
@@ -128,12 +128,14 @@ class SenderSession(Session):
             effects += getattr(self, handler)(peer, message)
         return effects
 
-    def planned(self, prepare: messages.Prepare, buckets: int, window: int) -> list[Effect]:
-        """The plan is made, of so many buckets, and its lane exists."""
+    def planned(
+        self, prepares: Mapping[str, messages.Prepare], buckets: int, window: int
+    ) -> list[Effect]:
+        """The plan is made, of so many buckets, and its lane exists; what each receiver gets."""
         if self.phase.terminal:
             return []
         self._buckets, self._window = buckets, window
-        return [Send(prepare)]
+        return [Send(prepare, key) for key, prepare in prepares.items()]
 
     def packed(self, index: int, digests: bytes) -> list[Effect]:
         """A bucket lies in the lane."""
@@ -143,12 +145,13 @@ class SenderSession(Session):
         self._packed += 1
         return [Send(messages.BucketReady(self.offer.session, index, digests)), *self._advance()]
 
-    def confirmed(self, digest: str) -> list[Effect]:
-        """All that was sent is of one state, which has this digest."""
+    def confirmed(self, digests: Mapping[str, str]) -> list[Effect]:
+        """All that was sent is of one state; the digest of what each receiver keeps of it."""
         if self.phase.terminal:
             return []
         self._confirmed = True
-        return [Send(messages.Seal(self.offer.session, digest))]
+        session = self.offer.session
+        return [Send(messages.Seal(session, digest), key) for key, digest in digests.items()]
 
     def lost(self, key: str) -> list[Effect]:
         """A connection was lost; the session fails if its peer takes part and was not done."""
@@ -244,7 +247,7 @@ class SenderSession(Session):
         late = [effect for key in self._offered for effect in self._dismiss(key, self._full)]
         self._offered.clear()
         self._enter(Phase.PREPARE)
-        everybody = tuple(p.ready for p in self._peers.values() if p.ready is not None)
+        everybody = {key: p.ready for key, p in self._peers.items() if p.ready is not None}
         return [*late, MakePlan(everybody)]
 
     def _on_prepared(self, peer: _Peer, _: messages.Prepared) -> list[Effect]:

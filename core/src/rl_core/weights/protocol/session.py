@@ -19,7 +19,7 @@ from rl_core.errors import (
 from rl_core.weights.protocol.timing import report_margin_s
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
 
     from rl_core.weights.protocol.messages import Offer, Prepare, Ready
 
@@ -77,7 +77,7 @@ class Send:
 class MakePlan:
     """Sender: lay the tensors out for the receivers' answers, then call ``planned``."""
 
-    ready: tuple[Ready, ...]
+    ready: Mapping[str, Ready]
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,6 +109,7 @@ class Load:
 
     index: int
     digests: bytes
+    lane: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from functools import partial
+from dataclasses import dataclass
+from functools import cached_property, partial
 from itertools import pairwise, zip_longest
 from operator import setitem
 from typing import TYPE_CHECKING, NamedTuple
@@ -10,8 +11,19 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from rl_core.errors import RefitCorrupted, RefitProtocolError
-from rl_core.weights.data.digests import DIGEST_BYTES, DigestTable, Hasher, TensorHasher, as_view
+from rl_core.interfaces.weights import Piece
+from rl_core.weights.data.digests import (
+    DIGEST_BYTES,
+    DigestTable,
+    Hasher,
+    TensorHasher,
+    as_view,
+    copy_run,
+)
 from rl_core.weights.data.manifest import dtype_of
+from rl_core.weights.data.parts import box_of, layout_of, narrowed, runs_in, sizes_of
+from rl_core.weights.data.plan import ALIGN
+from rl_core.weights.tensors import write_run
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -19,6 +31,7 @@ if TYPE_CHECKING:
     from rl_core.interfaces.weights import TensorSpec, WeightSink
     from rl_core.weights.data.digests import BlockHash
     from rl_core.weights.data.manifest import WeightManifest
+    from rl_core.weights.data.parts import Layout, Partition
     from rl_core.weights.data.plan import Segment, TransferPlan
 
 #: Bytes that are verified together, at most, but for one block: on the CPU what fits a cache, so
@@ -29,12 +42,18 @@ _DEVICE_GROUP = 64 << 20
 _TINY = 512 << 10
 
 
-class _Piece(NamedTuple):
+class _Run(NamedTuple):
     """Some bytes of a segment, from one place in the lane to another."""
 
     segment: Segment
     start: int
     stop: int
+
+    @property
+    def offset(self) -> int:
+        """Index of its first element in the flattened part."""
+        begin = self.segment.start
+        return self.segment.offset + (self.start - begin) // dtype_of(self.segment.spec).itemsize
 
     def of(self, data: torch.Tensor, begin: int = 0) -> torch.Tensor:
         """Its elements, in bytes of which the first is ``begin`` in the lane."""
@@ -48,13 +67,15 @@ class _Step(NamedTuple):
     again. So they are copied out of it, and verified where nobody else writes.
 
     Attributes:
-        names: The tensor of each block.
+        first: Index of the first block among those of the bucket.
+        names: The part of each block.
         copies: Calls that copy them out of the lane.
         digests: Digests the copy.
         writes: Calls that write the copy to wherever it is not yet.
         in_place: The copy is in the engine's own tensors.
     """
 
+    first: int
     names: list[str]
     copies: list[Callable[[], object]]
     digests: Callable[[], list[bytes]]
@@ -62,173 +83,279 @@ class _Step(NamedTuple):
     in_place: bool
 
 
-class ReceiverBuckets:
-    """The buckets of a plan on their way from the receiver's lane into an engine's tensors.
+def kept_of(
+    theirs: WeightManifest, expected: WeightManifest, pieces: Iterable[Piece] | None
+) -> Layout:
+    """The boxes of a sink's pieces, of the trainer's tensors.
 
-    Views, copies and hashers are made once for each bucket, and used by all refits with this plan.
+    What the trainer ties and the engine does not is wanted for each of the engine's tensors.
     """
+    if pieces is None:
+        return {}
+    owned = expected.index
+    named = (p for p in pieces if p.name in owned)
+    roots = (
+        p if theirs.by_name[p.name].alias_of is None else p._replace(name=theirs.root(p.name))
+        for p in named
+    )
+    return {index: sorted(boxes) for index, boxes in layout_of(theirs, roots).items()}
+
+
+class Places:
+    """Where an engine keeps each part."""
 
     def __init__(
         self,
         sink: WeightSink,
-        wire: WeightManifest,
+        parts: Partition,
         expected: WeightManifest,
+        pieces: Sequence[Piece] | None,
+    ) -> None:
+        self.sink = sink
+        self.parts = parts
+        self.expected = expected
+        #: By name of the engine's tensor, what it keeps of it.
+        self.kept: dict[str, list[Piece]] = {spec.name: [] for spec in expected.owned}
+        #: By name of a part, the engine's tensors with it, and its place; None is written by calls.
+        self.of_part: dict[str, list[tuple[TensorSpec, torch.Tensor | None]]] = {}
+        if pieces is None:
+            pieces = [Piece(spec.name, box_of(spec), None) for spec in expected.owned]
+        index, manifest = parts.whole.index, parts.manifest
+        for piece in pieces:
+            if piece.name not in self.kept:
+                continue
+            self.kept[piece.name].append(piece)
+            root, spec = parts.whole.root(piece.name), expected.by_name[piece.name]
+            for number in parts.of_box(index[root], piece.box):
+                part, place = manifest.owned[number], piece.tensor
+                place = None if place is None else narrowed(place.detach(), piece.box, part)
+                self.of_part.setdefault(part.name, []).append((spec, place))
+        check_apart((p for p in pieces if p.name in self.kept), parts.whole.root)
+        self._addresses = _addresses(pieces)
+        self._pieces = pieces
+
+    def is_written_in_place(self, part: TensorSpec, device: torch.device) -> bool:
+        """Whether the bytes that are sent of a part can be copied to where the engine has it."""
+        return all(
+            place is not None
+            and (place.device, place.dtype) == (device, dtype_of(part))
+            and place.is_contiguous()
+            for _, place in self.of_part.get(part.name, ())
+        )
+
+    def serves(self, sink: WeightSink) -> bool:
+        """Whether what was made for another sink serves this one: the places are the same.
+
+        What has none is written by calls of that sink.
+        """
+        pieces, known = sink.pieces() or (), self._pieces
+        if len(pieces) != len(known):
+            return False
+        same = all(
+            one is other or (one.tensor is other.tensor is not None and one[:2] == other[:2])
+            for one, other in zip(pieces, known, strict=True)
+        )
+        return same and _addresses(pieces) == self._addresses and None not in self._addresses
+
+    @cached_property
+    def lasting(self) -> set[int]:
+        """The addresses of all places."""
+        places = (place for found in self.of_part.values() for _, place in found)
+        return {place.data_ptr() for place in places if place is not None}
+
+
+def _addresses(pieces: Iterable[Piece]) -> list[int | None]:
+    return [None if piece.tensor is None else piece.tensor.data_ptr() for piece in pieces]
+
+
+class ReceiverBuckets:
+    """The buckets of a plan on their way from a receiver's lane into an engine's tensors.
+
+    Views, copies and hashers are made once for each bucket, and used by all refits with this plan.
+
+    Args:
+        places: Where the engine keeps each part.
+        plan: What comes.
+        data: The lane.
+        block_hash: Of the sender.
+        reads: A byte for each part, 1 for those that are taken from this lane; empty for all.
+    """
+
+    def __init__(
+        self,
+        places: Places,
         plan: TransferPlan,
         data: torch.Tensor,
         block_hash: BlockHash,
+        reads: bytes,
     ) -> None:
-        self.sink = sink
-        self.wire = wire
-        self.expected = expected
+        self.places = places
         self.plan = plan
         self.data = data
         self._hash = block_hash
-        self.targets: Mapping[str, torch.Tensor] = sink.targets() or {}
-        self._addresses = [target.data_ptr() for target in self.targets.values()]
-        # What the trainer ties and the engine does not is written to each of its storages.
-        self._written_to: dict[str, list[TensorSpec]] = {}
-        for spec in expected.owned:
-            self._written_to.setdefault(wire.root(spec.name), []).append(spec)
-        check_apart(
-            (root, spec.name, self.targets[spec.name])
-            for root, specs in self._written_to.items()
-            for spec in specs
-            if spec.name in self.targets
-        )
-        self._only_targets = all(
-            spec.name in self.targets for specs in self._written_to.values() for spec in specs
-        )
-        # Whether the bytes that are sent can be copied to where the engine's tensors are.
-        self._in_place = all(
-            (target := self.targets.get(spec.name)) is not None
-            and (target.device, target.dtype) == (data.device, dtype_of(sent))
-            and target.is_contiguous()
-            for sent in (wire.owned[index] for index in plan.sent)
-            for spec in self._written_to[sent.name]
-        )
-        # The largest piece of a segment, and the most bytes, that are verified together.
-        self._piece = max(1, _GROUP // plan.block_bytes) * plan.block_bytes
-        self._group = _GROUP
-        if data.device.type != "cpu":
-            self._piece = self._group = plan.lane_bytes if self._in_place else _DEVICE_GROUP
+        self._reads = reads
+        self._sunk = False  # some part is written by calls of the sink
         self._scratch = torch.empty(0, dtype=torch.uint8)
         self._steps: dict[tuple[int, bool], list[_Step]] = {}
-        self.tensor_hasher = TensorHasher(block_hash, plan.block_bytes)
 
-    def fits(self, sink: WeightSink, data: torch.Tensor) -> bool:
-        """Whether what was made for another sink serves this one: lane and targets are the same.
+    @property
+    def nbytes(self) -> int:
+        """Bytes that are taken from the lane."""
+        return sum(
+            s.stop - s.start for n in range(len(self.plan.buckets)) for s in self.segments(n)
+        )
 
-        What has no target is written by calls of that sink.
-        """
-        targets, known = sink.targets() or {}, self.targets
-        if data is not self.data or not self._only_targets:
-            return False
-        if targets is not known and any(known.get(n) is not t for n, t in targets.items()):
-            return False
-        return [target.data_ptr() for target in targets.values()] == self._addresses
+    def segments(self, index: int) -> list[Segment]:
+        """What is taken of a bucket."""
+        segments, reads = self.plan.buckets[index].segments, self._reads
+        return [s for s in segments if reads[s.tensor]] if reads else list(segments)
 
-    def detach(self) -> None:
-        """Drops all views of the lane, so that its memory is unmapped; it fits nothing then."""
-        self.data = self.data[:0].clone()
-        self._steps.clear()
-
-    def drop_sink(self) -> None:
-        """Lets go of a refit's sink, which may hold a copy of what the engine had."""
-        self.__dict__.pop("sink", None)
-        self._steps = self._steps if self._only_targets else {}
+    def forget_steps(self, *, all_of_them: bool) -> None:
+        """Drops what holds the lane, or only what holds a refit's sink."""
+        if all_of_them:
+            self.data = self.data[:0].clone()  # views of it keep the memory mapped
+        if all_of_them or self._sunk:
+            self._steps.clear()
 
     def steps(self, index: int, *, verified: bool) -> list[_Step]:
         """What is done with a bucket."""
         key = (index, verified)
         if key in self._steps:
             return self._steps[key]
-        groups: list[list[_Piece]] = [[]]  # pieces that are verified together
-        for segment in self.plan.buckets[index].segments:
-            for start, stop in segment.blocks(self._piece):
-                if groups[-1] and stop - groups[-1][0].start > self._group:
-                    groups.append([])
-                groups[-1].append(_Piece(segment, start, stop))
-        if verified:
-            make = self._verified_in_place if self._in_place else self._verified_beside
-            steps = [make(group) for group in groups]
-        else:
-            writes = (self._writes(group, self.data, 0) for group in groups)
-            steps = [_Step([], [], list, calls, False) for calls in writes]
-        self._steps[key] = steps
+        steps = self._steps[key] = []
+        for first, group, in_place in self._groups(index):
+            if not verified and not group[0].segment.strides:
+                writes = self._writes(group, self.data, 0)
+                steps.append(_Step(first, [], [], list, writes, False))
+                continue
+            make = self._verified_in_place if in_place and verified else self._verified_beside
+            steps.append(make(first, group))
         return steps
 
-    def _verified_in_place(self, group: list[_Piece]) -> _Step:
-        """A step that verifies in the engine's own tensors what was copied there."""
-        copies, ties = [], []
-        for piece in group:
-            first, *others = (
-                self._part(self.targets[spec.name], piece)
-                for spec in self._written_to[piece.segment.spec.name]
-            )
-            copies.append((first, piece.of(self.data)))
-            ties += [(other, first) for other in others]
-        runs = [target.view(torch.uint8) for target, _ in copies]
-        hasher = Hasher(runs, self._hash, self.plan.block_bytes)
-        return _Step(self._names(group), copiers(copies), hasher.digests, copiers(ties), True)
+    def _groups(self, index: int) -> Iterator[tuple[int, list[_Run], bool]]:
+        """Runs that are verified together, the number of their first block, and whether in place.
 
-    def _verified_beside(self, group: list[_Piece]) -> _Step:
+        Those that are not verified in place lie one after another in the lane.
+        """
+        plan, size, device = self.plan, self.plan.block_bytes, self.data.device
+        group: list[_Run] = []
+        first = block = 0
+        before = False
+        for segment in plan.buckets[index].segments:
+            blocks = -(-(segment.stop - segment.start) // size)
+            if self._reads and not self._reads[segment.tensor]:
+                block += blocks
+                continue
+            in_place = self.places.is_written_in_place(segment.spec, device)
+            most = max(1, _GROUP // size) * size  # bytes of a run; at least those of a group
+            room = _GROUP
+            if device.type != "cpu":  # but for parts with strides, which go one by one
+                most = room = plan.lane_bytes if in_place else _DEVICE_GROUP // size * size
+            for start, stop in segment.blocks(most):
+                apart = group and (
+                    stop - group[0].start > room
+                    or segment.strides
+                    or group[-1].segment.strides
+                    or start - group[-1].stop not in range(ALIGN)
+                    or in_place != before
+                )
+                if apart:
+                    yield first, group, before
+                    group = []
+                if not group:
+                    first = block
+                group.append(_Run(segment, start, stop))
+                before = in_place
+                block += -(-(stop - start) // size)
+        if group:
+            yield first, group, before
+
+    def _verified_in_place(self, first: int, group: list[_Run]) -> _Step:
+        """A step that verifies in the engine's own tensors what was copied there."""
+        copies: list[Callable[[], object]] = []
+        pairs, runs, ties = [], [], []
+        for run in group:
+            target, *others = (
+                _elements(place, run) for _, place in self.places.of_part[run.segment.spec.name]
+            )
+            if run.segment.strides:
+                copies.append(partial(copy_run, target, run.segment.part_in(self.data), run.offset))
+            else:
+                pairs.append((target, run.of(self.data)))
+            runs.append(target.view(torch.uint8))
+            ties += [(other, target) for other in others]
+        digests = Hasher(runs, self._hash, self.plan.block_bytes).digests
+        return _Step(
+            first, self._names(group), copies + copiers(pairs), digests, copiers(ties), True
+        )
+
+    def _verified_beside(self, first: int, group: list[_Run]) -> _Step:
         """A step that verifies a separate copy, and writes that."""
         begin, size = group[0].start, group[-1].stop - group[0].start
         if not len(self._scratch):  # one for all groups
-            most = max(self._piece, self._group)
-            largest = max(bucket.stop - bucket.start for bucket in self.plan.buckets)
+            block = self.plan.block_bytes
+            most = max(_GROUP, block) if self.data.device.type == "cpu" else _DEVICE_GROUP
+            largest = max(bucket.nbytes for bucket in self.plan.buckets)
             self._scratch = self.data.new_empty(min(most, largest))
         kept = self._scratch[:size]
-        copy = partial(kept.copy_, self.data[begin : begin + size])
-        runs = [piece.of(kept, begin).view(torch.uint8) for piece in group]
+        copy: Callable[[], object] = partial(kept.copy_, self.data[begin : begin + size])
+        if (segment := group[0].segment).strides:
+            target = group[0].of(kept, begin)
+            copy = partial(copy_run, target, segment.part_in(self.data), group[0].offset)
+        runs = [run.of(kept, begin).view(torch.uint8) for run in group]
         hasher = Hasher(runs, self._hash, self.plan.block_bytes)
         writes = self._writes(group, kept, begin)
-        return _Step(self._names(group), [copy], hasher.digests, writes, False)
+        return _Step(first, self._names(group), [copy], hasher.digests, writes, False)
 
-    def _names(self, group: list[_Piece]) -> list[str]:
+    def _names(self, group: list[_Run]) -> list[str]:
         size = self.plan.block_bytes
         return [p.segment.spec.name for p in group for _ in range(p.start, p.stop, size)]
 
-    def _part(self, target: torch.Tensor, piece: _Piece) -> torch.Tensor:
-        """The elements of a target that a piece has, 1-D."""
-        offset, count = self._span(piece)
-        return target.detach().view(-1)[offset : offset + count]
-
-    def _span(self, piece: _Piece) -> tuple[int, int]:
-        """Index of its first element in the flattened tensor, and how many it has."""
-        size = dtype_of(piece.segment.spec).itemsize
-        offset = piece.segment.offset + (piece.start - piece.segment.start) // size
-        return offset, (piece.stop - piece.start) // size
-
     def _writes(
-        self, group: list[_Piece], data: torch.Tensor, begin: int
+        self, group: list[_Run], data: torch.Tensor, begin: int
     ) -> list[Callable[[], object]]:
-        """Calls that write pieces wherever the engine wants them."""
+        """Calls that write runs wherever the engine wants them."""
         writes: list[Callable[[], object]] = []
         pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
-        for piece in group:
-            run, (offset, _) = piece.of(data, begin), self._span(piece)
-            for spec in self._written_to[piece.segment.spec.name]:
-                target = self.targets.get(spec.name)
-                if target is None:
-                    writes.append(partial(self.sink.write, spec.name, offset, run, of=spec))
+        for run in group:
+            part = run.segment.spec
+            elements = run.of(data, begin)
+            for spec, place in self.places.of_part[part.name]:
+                if place is None:
+                    self._sunk = True
+                    for offset, some in runs_in(spec.shape, part, run.offset, len(elements)):
+                        write = partial(self.places.sink.write, spec.name, offset, elements[some])
+                        writes.append(partial(write, of=spec))
+                elif place.is_contiguous():
+                    pairs.append((_elements(place, run), elements))
                 else:
-                    pairs.append((self._part(target, piece), run))
+                    writes.append(partial(write_run, place, run.offset, elements))
         return writes + copiers(pairs)
 
 
-def check_apart(targets: Iterable[tuple[str, str, torch.Tensor]]) -> None:
-    """Makes sure that no target lies in another one's memory.
+def _elements(place: torch.Tensor | None, run: _Run) -> torch.Tensor:
+    """The elements of a run, 1-D, where the engine has its part in one piece."""
+    assert place is not None
+    count = (run.stop - run.start) // dtype_of(run.segment.spec).itemsize
+    return place.view(-1)[run.offset : run.offset + count]
+
+
+def check_apart(pieces: Iterable[Piece], owner: Callable[[str], str] = str) -> None:
+    """Makes sure that no piece lies in another one's memory, unless both are the same elements.
 
     What is not contiguous is not looked at: views of one tensor may interleave.
+
+    Args:
+        pieces: Of an engine.
+        owner: Gives the tensor of the trainer that is sent for one of the engine.
     """
     ranges = sorted(
-        (target.data_ptr(), target.data_ptr() + target.nbytes, root, name)
-        for root, name, target in targets
-        if target.nbytes and target.is_contiguous() and target.data_ptr()
+        (target.data_ptr(), target.data_ptr() + target.nbytes, owner(name), name, box)
+        for name, box, target in pieces
+        if target is not None and target.nbytes and target.is_contiguous() and target.data_ptr()
     )
     for one, other in pairwise(ranges):
-        if other[0] < one[1] and one[:3] != other[:3]:
+        if other[0] < one[1] and (one[:3], one[4]) != (other[:3], other[4]):
             raise RefitProtocolError(
                 f"the engine's {one[3]} and {other[3]} overlap in memory, but are not tied",
                 fix="declare ties in WeightSink.specs() (alias_of), or give each its own memory",
@@ -254,49 +381,96 @@ def copiers(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> list[Callable
     return calls
 
 
+@dataclass
+class ReceiverLanes:
+    """All lanes of a refit, kept for the next one.
+
+    Attributes:
+        places: Where the engine keeps each part.
+        keeps: A byte for each part, 1 for those that it keeps.
+        lanes: By the rank of the trainer.
+        hasher: Digests what is installed.
+    """
+
+    places: Places
+    keeps: bytes
+    lanes: dict[int, ReceiverBuckets]
+    hasher: TensorHasher
+
+    def fits(self, sink: WeightSink, data: Mapping[int, torch.Tensor]) -> bool:
+        """Whether they serve a refit with this sink and this memory."""
+        same = all(buckets.data is data[rank] for rank, buckets in self.lanes.items())
+        return same and self.places.serves(sink)
+
+    def detach(self) -> None:
+        """Drops all views of the lanes, so that memory is unmapped; they fit nothing then."""
+        for buckets in self.lanes.values():
+            buckets.forget_steps(all_of_them=True)
+
+    def drop_sink(self) -> None:
+        """Lets go of a refit's sink, which may hold a copy of what the engine had."""
+        self.places.__dict__.pop("sink", None)
+        for buckets in self.lanes.values():
+            buckets.forget_steps(all_of_them=False)
+
+
 class Loader:
     """Writes the buckets of one refit."""
 
     def __init__(
         self,
-        buckets: ReceiverBuckets,
+        lanes: ReceiverLanes,
         *,
         verify: str,
         known: dict[str, bytes],
         mark_torn: Callable[[], None],
     ) -> None:
-        self.table = DigestTable(buckets.wire, known)
-        self._buckets = buckets
+        self.known = known
+        self._all = lanes
+        self._lanes = lanes.lanes
+        self._places = lanes.places
         self._verify = verify
         self._mark_torn = mark_torn
+        manifest = lanes.places.parts.manifest
+        self._tables = {lane: DigestTable(manifest, known) for lane in lanes.lanes}
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that the engine takes."""
+        return sum(buckets.nbytes for buckets in self._lanes.values())
+
+    def plan(self, lane: int) -> TransferPlan:
+        """What comes through a lane."""
+        return self._lanes[lane].plan
 
     @torch.no_grad()
-    def load(self, index: int, digests: bytes) -> None:
+    def load(self, index: int, digests: bytes, lane: int) -> None:
         """Verifies a bucket step by step and writes it.
 
         The digests that are remembered are those of the copy that is the engine's, or that was
         written to it: whatever happens to the lane meanwhile, they are those of its tensors.
         """
-        steps = self._buckets.steps(index, verified=self._verify != "none")
+        buckets, table = self._lanes[lane], self._tables[lane]
+        steps = buckets.steps(index, verified=self._verify != "none")
         if self._verify == "none":
             self._mark_torn()
-            self.table.known.clear()
-            for write in (write for step in steps for write in step.writes):
-                write()
+            self.known.clear()
+            for step in steps:
+                for call in (*step.copies, *step.writes):
+                    call()
             return
-        plan = self._buckets.plan
-        bucket = plan.buckets[index]
-        self.table.forget(bucket)
+        segments = buckets.segments(index)
+        table.forget(segments)
         found: list[bytes] = []
         for step in steps:
             if step.in_place:
                 self._mark_torn()
             for copy in step.copies:
                 copy()
-            begin = len(found) * DIGEST_BYTES
             of_step = step.digests()
             found += of_step
-            announced = digests[begin : len(found) * DIGEST_BYTES]
+            after = step.first + len(of_step)
+            announced = digests[step.first * DIGEST_BYTES : after * DIGEST_BYTES]
             if b"".join(of_step) != announced:
                 parts = range(0, len(announced), DIGEST_BYTES)
                 right = [announced[i : i + DIGEST_BYTES] for i in parts]
@@ -311,11 +485,12 @@ class Loader:
             self._mark_torn()
             for write in step.writes:
                 write()
-        self.table.add(bucket, found, plan.block_bytes)
+        table.add(segments, found, buckets.plan.block_bytes)
 
     def check_sealed(self, digest: str) -> None:
         """Compares all that the engine has, sent now or held before, with the sender's."""
-        if self._verify != "none" and self.table.digest != digest:
+        table = DigestTable(self._places.parts.manifest, self.known)
+        if self._verify != "none" and table.digest(self._all.keeps) != digest:
             raise RefitCorrupted(
                 "the engine's tensors after this delta refit are not the trainer's",
                 fix="call refit again without delta",
@@ -324,26 +499,42 @@ class Loader:
     @torch.no_grad()
     def check_installed(self) -> None:
         """Reads every tensor back and compares it with what it should be."""
-        buckets = self._buckets
-        expected = buckets.expected
-        right = set()
+        places, expected, wrong = self._places, self._places.expected, set[str]()
+        parts, owned = places.parts, places.parts.manifest.owned
+        names = [spec.name for spec in expected.tensors]
+        # What is to be read of each name, and the part of each thing that is digested.
+        nothing: list[Piece | None] = [None]  # of an empty tensor, which is read all the same
+        due = [(n, one) for n in names for one in places.kept.get(expected.root(n), nothing)]
+        part_of: dict[str, str] = {}
 
-        def sound() -> Iterator[tuple[TensorSpec, torch.Tensor]]:
-            for name, tensor in buckets.sink.read([spec.name for spec in expected.tensors]):
-                spec = expected.by_name[name]
-                if tensor is None or (tensor.shape, tensor.dtype) == (spec.shape, dtype_of(spec)):
-                    if tensor is not None and tensor.numel():
-                        yield spec, tensor
-                    else:  # the sink has compared it, or there is nothing to compare
-                        right.add(name)
+        def sound() -> Iterator[tuple[str, TensorSpec, torch.Tensor]]:
+            read = places.sink.read(names)
+            for (wanted, piece), (name, tensor) in zip_longest(due, read, fillvalue=("", None)):
+                spec = expected.by_name.get(wanted)
+                if spec is None or name != wanted:
+                    wrong.update({wanted or name})
+                    return
+                box = box_of(spec) if piece is None else piece.box
+                if tensor is None or not spec.numel:  # compared by the sink, or nothing to compare
+                    continue
+                if (tensor.shape, tensor.dtype) != (sizes_of(box), dtype_of(spec)):
+                    wrong.add(name)
+                    continue
+                for number in parts.of_box(parts.whole.index[parts.whole.root(name)], box):
+                    key = f"{len(part_of)}"
+                    part_of[key] = owned[number].name
+                    sources[key] = name
+                    yield key, owned[number], narrowed(tensor, box, owned[number])
 
-        known, found = self.table.known, buckets.tensor_hasher.digests(sound(), buckets.targets)
-        right |= {n for n, digest in found.items() if digest == known.get(buckets.wire.root(n))}
-        if wrong := [spec.name for spec in expected.tensors if spec.name not in right]:
+        sources: dict[str, str] = {}
+        found = self._all.hasher.digests(sound(), places.lasting)
+        wrong |= {sources[k] for k, digest in found.items() if digest != self.known.get(part_of[k])}
+        if wrong:
+            listed = [name for name in names if name in wrong] or sorted(wrong)
             raise RefitCorrupted(
-                f"tensors not installed as they arrived ({len(wrong)}): {', '.join(wrong[:5])}",
+                f"tensors not installed as they arrived ({len(listed)}): {', '.join(listed[:5])}",
                 fix="report it to the backend's author: its sink drops, misplaces or converts them",
-                tensors=wrong,
+                tensors=listed,
             )
 
 

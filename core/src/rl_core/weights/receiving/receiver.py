@@ -7,7 +7,6 @@ import os
 import secrets
 import time
 from collections import deque
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -23,19 +22,27 @@ from rl_core.errors import (
 )
 from rl_core.interfaces.weights import WeightSink
 from rl_core.weights.connections import Connection, Connections, keep_two
-from rl_core.weights.data.digests import BlockHash, DigestTable
+from rl_core.weights.data.digests import BlockHash, DigestTable, TensorHasher
 from rl_core.weights.data.manifest import WeightManifest, compare
-from rl_core.weights.data.plan import DataMode, make_plan
+from rl_core.weights.data.parts import Partition
+from rl_core.weights.data.plan import ALIGN, DataMode, make_plan
 from rl_core.weights.engine_lock import EngineLock, exclusively
 from rl_core.weights.job import Endpoint, Job
 from rl_core.weights.options import DEFAULT_DEADLINE_S, check_deadline
 from rl_core.weights.protocol.frames import Channel, write_hello
 from rl_core.weights.protocol.handshake import trainer_of
-from rl_core.weights.protocol.messages import Hello
+from rl_core.weights.protocol.messages import Hello, Ready
 from rl_core.weights.protocol.receiver_session import ReceiverSession
 from rl_core.weights.protocol.session import Attach, Effect, Install, Load, Publish, Send
 from rl_core.weights.protocol.timing import TICK_S
-from rl_core.weights.receiving.loading import Loader, ReceiverBuckets, settle
+from rl_core.weights.receiving.loading import (
+    Loader,
+    Places,
+    ReceiverBuckets,
+    ReceiverLanes,
+    kept_of,
+    settle,
+)
 from rl_core.weights.receiving.staging import StagedSink
 from rl_core.weights.transports.base import CPU, NoLane, ReceiverEnd
 from rl_core.weights.transports.cuda import visible_gpus
@@ -43,6 +50,8 @@ from rl_core.weights.transports.cuda import visible_gpus
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
+    from rl_core.interfaces.weights import Box
+    from rl_core.weights.data.parts import Layout
     from rl_core.weights.data.plan import TransferPlan
     from rl_core.weights.engine_lock import Lock
     from rl_core.weights.job import Runtime
@@ -78,7 +87,8 @@ class RefitReceiver(Endpoint["ReceiveJob"]):
         torn: True while the weights are neither old nor new.
         outside_changes: How often something besides refits changed the weights. A refit in which
             that happens cannot commit, and takes nothing of it back.
-        known: Digests, by name, of the tensors that the engine is known to have.
+        known: Digests, by name, of the parts that the engine is known to have.
+        parts: What these are parts of.
         always_sent: Names of those that a delta does not leave out.
         device: Where the engine's tensors were when it was prepared.
         second_copy: Memory of staged refits, kept between them.
@@ -101,10 +111,11 @@ class RefitReceiver(Endpoint["ReceiveJob"]):
         self.torn = False
         self.outside_changes = 0
         self.known: dict[str, bytes] = {}
+        self.parts: Partition | None = None
         self.always_sent: set[str] = set()
         self.device = CPU
-        self.second_copy: dict[str, torch.Tensor] = {}
-        self.connections: Connections[ReceiverEnd, ReceiverBuckets] = Connections()
+        self.second_copy: dict[tuple[str, Box], torch.Tensor] = {}
+        self.connections: Connections[ReceiverEnd, ReceiverLanes] = Connections()
         self._new_sink = sink
         self._on_commit = on_commit
         self._prepared: tuple[int, WeightSink] | None = None  # changes before, its sink
@@ -166,7 +177,12 @@ class RefitReceiver(Endpoint["ReceiveJob"]):
         self.check_open()
         changes = self.outside_changes
         sink = self._new_sink()
-        match = partial(compare, expected=self.manifest_of(sink), casts=sink.casts)
+
+        def match(theirs: WeightManifest) -> tuple[dict[str, str], Layout]:
+            expected = self.manifest_of(sink)
+            dtypes = compare(theirs, expected, casts=sink.casts)
+            return dtypes, kept_of(theirs, expected, sink.pieces())
+
         trainer = trainer_of(info, match, self._trainer)
         self.device = torch.device(sink.device)
         with self.asking:
@@ -291,16 +307,18 @@ class RefitReceiver(Endpoint["ReceiveJob"]):
         self,
         connection: Connection[ReceiverEnd],
         plan: TransferPlan,
+        rank: int,
         ref: Mapping[str, Any],
         device: torch.device,
     ) -> Lane:
-        """This side of the lane that a plan is for; attached once, while it stays the same."""
+        """This side of the lane of a rank, for a plan; attached once, while it stays the same."""
         if not plan.buckets:
             return NoLane()
-        lane = connection.lanes.get(plan.mode)
+        lane = connection.lanes.get((plan.mode, rank))
         if lane is None or lane.ref != ref:
             self.connections.close_lanes(lambda _, other: other is lane)
-            lane = connection.lanes[plan.mode] = connection.end.attach(ref, self.id, device)
+            lane = connection.end.attach(ref, self.id, device)
+            connection.lanes[plan.mode, rank] = lane
         if lane.data.numel() < plan.lane_bytes:
             raise RefitProtocolError("the sender's shared memory is smaller than its plan needs")
         return lane
@@ -344,9 +362,7 @@ class ReceiveJob(Job[ReceiverSession]):
         session = ReceiverSession(
             Hello(endpoint.id, endpoint.name, os.getpid(), nonce, number),
             manifest=trainer.manifest.digest,
-            dtypes=trainer.dtypes,
-            holds=self._holds,
-            gpus=visible_gpus(endpoint.device),
+            ready=self._ready,
             deadline_s=deadline_s,
             clock=endpoint.runtime.clock,
         )
@@ -357,8 +373,7 @@ class ReceiveJob(Job[ReceiverSession]):
         self._end: ReceiverEnd
         self._channel = Channel(trainer.token, nonce, "receiver")
         self._loads: deque[Load] = deque()
-        self._plan: TransferPlan
-        self._lane: Lane | None = None
+        self._lanes: dict[int, Lane] = {}
         self._loader: Loader | None = None
         self._sink: WeightSink | None = None
         self._lock = lock or endpoint.lock
@@ -397,13 +412,14 @@ class ReceiveJob(Job[ReceiverSession]):
             "version": receiver.version,
             "origin": receiver.origin,
             "replaced": before if before["origin"] not in (0, receiver.origin) else None,
-            "bytes": self._plan.nbytes,
+            "bytes": self._loader.nbytes if self._loader else 0,
             "seconds": sum(session.phase_seconds.values()),
             "name": receiver.name,
         }
 
     def release_resources(self) -> None:  # noqa: D102
-        self._lane = self._loader = self._sink = None
+        self._loader = self._sink = None
+        self._lanes.clear()
         self._loads.clear()
 
     # -- what arrives -----------------------------------------------------------------------------
@@ -426,21 +442,24 @@ class ReceiveJob(Job[ReceiverSession]):
             frame = None if self.session.phase.terminal else self._end.receive(0.0)
         if not self._loads or self.session.phase.terminal:
             return
-        load = self._loads[0]
-        assert self._lane is not None
         assert self._loader is not None
-        self.session.at = self._plan.buckets[load.index].name
+        # Of each lane the first that was announced; a lane that is late holds up no other.
+        load = self._loads[0]
         try:
-            if not self._lane.arrived():
+            for load in {load.lane: load for load in reversed(self._loads)}.values():
+                if self._lanes[load.lane].arrived():
+                    break
+            else:
                 time.sleep(_PAUSE_S)
                 return
-            self._loads.popleft()
-            self._loader.load(load.index, load.digests)
-            self._lane.release()
+            self.session.at = self._loader.plan(load.lane).buckets[load.index].name
+            self._loads.remove(load)
+            self._loader.load(load.index, load.digests, load.lane)
+            self._lanes[load.lane].release()
         except BaseException as error:  # the session tells the sender, and ends with it
             effects = self.session.fail(error)
         else:
-            effects = self.session.loaded(load.index)
+            effects = self.session.loaded(load.index, load.lane)
         self.perform(effects)
 
     def lost_peers(self) -> list[Effect]:  # noqa: D102
@@ -457,10 +476,10 @@ class ReceiveJob(Job[ReceiverSession]):
                 if offer.isolation != "staged" and not self._quiesce():
                     return []
                 return session.attached(self._attach(prepare, offer))
-            case Load(index):
-                bucket = self._plan.buckets[index]
-                assert self._lane is not None
-                self._lane.expect(bucket.start, bucket.stop)
+            case Load(index, _, lane):
+                assert self._loader is not None
+                bucket = self._loader.plan(lane).buckets[index]
+                self._lanes[lane].expect(bucket.start, bucket.stop)
                 self._loads.append(effect)
             case Install(offer, digest):
                 if self._locked or self._quiesce():
@@ -471,7 +490,7 @@ class ReceiveJob(Job[ReceiverSession]):
                 session.mark_torn()
                 self.endpoint.check_unchanged(self._changes)
                 self.endpoint.publish(version, self.trainer.origin)
-                self.endpoint.known = self._loader.table.known
+                self.endpoint.known = self._loader.known
                 self._sink = None  # what follows cannot take the weights back
                 # Before the Done: after it, the sender may free the memory at once.
                 self.endpoint.unmap_trainer_memory()
@@ -498,12 +517,13 @@ class ReceiveJob(Job[ReceiverSession]):
                 lock.cancel_acquire()
         return True
 
-    def _attach(self, prepare: Prepare, offer: Offer) -> int:
-        """Derives the plan, attaches to the lane and opens the sink; the plan's buckets."""
+    def _attach(self, prepare: Prepare, offer: Offer) -> dict[int, int]:
+        """Derives the plans, attaches to the lanes and opens the sink; buckets of each plan."""
         receiver, wire = self.endpoint, self.trainer.wire
-        skip, bucket_bytes = prepare.skip, prepare.bucket_bytes
-        if len(skip) not in (0, len(wire.owned)):
-            raise RefitProtocolError("the sender skips tensors of another model", phase="PREPARE")
+        parts = Partition.checked(wire, prepare.cuts, receiver.parts)
+        for info in prepare.lanes.values():
+            if not {len(info.skip), len(info.reads)} <= {0, len(parts.manifest.owned)}:
+                raise RefitProtocolError("the sender skips parts of another model", phase="PREPARE")
         block_hash = BlockHash.named(
             prepare.hash, private=self._end.private, token=self.trainer.token
         )
@@ -514,30 +534,45 @@ class ReceiveJob(Job[ReceiverSession]):
         kept, sink = receiver.connections.buckets, receiver.sink()
         expected = receiver.manifest_of(sink)
         mode = DataMode.DIRECT if prepare.direct else DataMode.PACKED
-        key = (wire.digest, expected.digest, bucket_bytes, mode, skip, block_hash, offer.isolation)
-        buckets = kept.get(key)
-        self._plan = plan = (
-            buckets.plan
-            if buckets is not None
-            else make_plan(wire, bucket_bytes, mode, skip=skip, block=block_hash.block)
-        )
-        if plan.digest != prepare.plan:
-            raise RefitProtocolError("sender and receiver made different plans", phase="PREPARE")
-        try:
-            self._lane = receiver.lane(
-                self._connection, plan, prepare.lane, torch.device(sink.device)
-            )
-        except RefitError:
-            self.pump(_LAST_WORD_S)  # a sender that gives up sends that before it closes its memory
-            raise
-        self._lane.ends = self.session.deadline
-        if buckets is None:
+        lanes = tuple((rank, info.plan, info.reads) for rank, info in prepare.lanes.items())
+        how = (prepare.bucket_bytes, mode, block_hash, offer.isolation)
+        key = (parts.manifest.digest, expected.digest, *how, lanes)
+        lasting = kept.get(key)
+        plans: dict[int, TransferPlan] = {}
+        for rank, info in prepare.lanes.items():
+            if lasting is not None:
+                plans[rank] = lasting.lanes[rank].plan
+            else:
+                block, boxes = block_hash.block, info.layout
+                plans[rank] = make_plan(
+                    parts, how[0], mode, skip=info.skip, block=block, layout=boxes
+                )
+            if plans[rank].digest != info.plan:
+                raise RefitProtocolError(
+                    "sender and receiver made different plans", phase="PREPARE"
+                )
+            try:
+                self._lanes[rank] = receiver.lane(
+                    self._connection, plans[rank], rank, info.ref, torch.device(sink.device)
+                )
+            except RefitError:
+                self.pump(_LAST_WORD_S)  # a sender that gives up sends that before it closes memory
+                raise
+            self._lanes[rank].ends = self.session.deadline
+        if lasting is None:
             compare(wire, expected)
         receiver.always_sent = {wire.root(name) for name in sink.always_sent}
+        if parts is not receiver.parts:  # or digests of other parts would outlast what is written
+            for name in [name for name in receiver.known if name not in parts.manifest.by_name]:
+                del receiver.known[name]
+            receiver.parts = parts
         known = receiver.known
         mark_torn = (lambda: None) if sink.double_buffered else self._mark_torn
         if offer.isolation == "staged" and not sink.double_buffered:
-            sent = {wire.owned[index].name for index in plan.sent}
+            reads = [(plan, prepare.lanes[rank].reads) for rank, plan in plans.items()]
+            sent = {
+                parts.tensor_of(i).name for plan, r in reads for i in plan.sent if not r or r[i]
+            }
             names = {spec.name for spec in expected.owned if wire.root(spec.name) in sent}
             sink = StagedSink(sink, names, receiver.version, receiver.second_copy, self._mark_torn)
             # A second copy may be written at any time, and is not what the engine has.
@@ -555,12 +590,28 @@ class ReceiveJob(Job[ReceiverSession]):
             sink.read(())
         sink.begin(offer.version)
         self._sink = sink
-        if buckets is None or not buckets.fits(sink, self._lane.data):
-            buckets = ReceiverBuckets(sink, wire, expected, plan, self._lane.data, block_hash)
-        buckets.sink = sink
-        keep_two(kept, key, buckets)
-        self._loader = Loader(buckets, verify=offer.verify, known=known, mark_torn=mark_torn)
-        return len(plan.buckets)
+        data = {rank: lane.data for rank, lane in self._lanes.items()}
+        if lasting is None or not lasting.fits(sink, data):
+            pieces = sink.pieces()
+            if kept_of(wire, expected, pieces) != self.trainer.keeps:
+                raise RefitAborted(
+                    f"{receiver.name}: the engine keeps other pieces than it did when it was "
+                    "prepared",
+                    fix="call prepare_refit_info again, and refit",
+                )
+            places = Places(sink, parts, expected, pieces)
+            made = {
+                rank: ReceiverBuckets(
+                    places, plan, data[rank], block_hash, prepare.lanes[rank].reads
+                )
+                for rank, plan in plans.items()
+            }
+            hasher = TensorHasher(block_hash, min(block_hash.block, how[0] // ALIGN * ALIGN))
+            lasting = ReceiverLanes(places, parts.mask(self.trainer.keeps), made, hasher)
+        lasting.places.sink = sink
+        keep_two(kept, key, lasting)
+        self._loader = Loader(lasting, verify=offer.verify, known=known, mark_torn=mark_torn)
+        return {rank: len(plan.buckets) for rank, plan in plans.items()}
 
     def _install(self, offer: Offer, digest: str) -> None:
         """Finishes the sink and verifies what is there."""
@@ -581,11 +632,29 @@ class ReceiveJob(Job[ReceiverSession]):
             self.endpoint.known = {}  # other digests may be wrong as well
             raise
 
-    def _holds(self) -> bytes:
-        """The digests of what the engine is known to have, in the trainer's order."""
-        self._changes_when_told = self.endpoint.outside_changes
-        held = {n: d for n, d in self.endpoint.known.items() if n not in self.endpoint.always_sent}
-        return DigestTable(self.trainer.wire, held).flat
+    def _ready(self, offer: Offer) -> Ready:
+        """What the engine wants, and the digests of what it is known to have."""
+        receiver, trainer, holds, parts = self.endpoint, self.trainer, b"", None
+        if offer.delta:
+            self._changes_when_told = receiver.outside_changes
+            parts = receiver.parts
+            if parts is None or parts.whole.digest != trainer.wire.digest:
+                parts = Partition(trainer.wire)
+            sent = {
+                part.name
+                for index, part in enumerate(parts.manifest.owned)
+                if parts.tensor_of(index).name in receiver.always_sent
+            }
+            held = {name: d for name, d in receiver.known.items() if name not in sent}
+            holds = DigestTable(parts.manifest, held).flat
+        return Ready(
+            offer.session,
+            trainer.dtypes,
+            holds,
+            visible_gpus(receiver.device),
+            {index: tuple(boxes) for index, boxes in trainer.keeps.items()},
+            "" if parts is None else parts.manifest.digest,
+        )
 
     def _mark_torn(self) -> None:
         self.session.mark_torn()

@@ -7,14 +7,15 @@ from typing import TYPE_CHECKING
 import torch
 
 from rl_core.errors import CapabilityError
-from rl_core.interfaces.weights import WeightSink
+from rl_core.interfaces.weights import Piece, WeightSink
 from rl_core.weights.data.manifest import dtype_of
+from rl_core.weights.data.parts import box_of, sizes_of
 from rl_core.weights.receiving.loading import check_apart
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 
-    from rl_core.interfaces.weights import TensorSpec
+    from rl_core.interfaces.weights import Box, TensorSpec
 
 #: Elements that are exchanged at a time: on the CPU few enough for a cache, else enough to keep a
 #: device busy.
@@ -31,7 +32,7 @@ class StagedSink(WeightSink):
         sink: The engine's own; it must be able to read what is installed.
         sent: Names of the engine's tensors that are sent; the others stay as they are.
         before: Version that the engine has.
-        memory: The second copy's tensors by name, kept from refit to refit; those that are
+        memory: The second copy's tensors by name and box, kept from refit to refit; those that are
             missing are made.
         mark_torn: Called before the engine's tensors are written.
     """
@@ -41,7 +42,7 @@ class StagedSink(WeightSink):
         sink: WeightSink,
         sent: Collection[str],
         before: int,
-        memory: dict[str, torch.Tensor],
+        memory: dict[tuple[str, Box], torch.Tensor],
         mark_torn: Callable[[], None],
     ) -> None:
         if type(sink).read is WeightSink.read:
@@ -54,63 +55,71 @@ class StagedSink(WeightSink):
         self.device = sink.device
         self._mark_torn = mark_torn
         self._before = before
-        self._specs = [s for s in sink.specs() if s.name in sent]
-        self._targets: Mapping[str, torch.Tensor] = sink.targets() or {}
-        check_apart(
-            (spec.name, spec.name, self._targets[spec.name])
-            for spec in self._specs
-            if spec.name in self._targets
-        )
+        specs = sink.specs()
+        self._spec = {spec.name: spec for spec in specs}
+        given = sink.pieces()
+        if given is None:
+            given = [Piece(s.name, box_of(s), None) for s in specs if s.alias_of is None]
+        # Those that are read back before they are exchanged come first: `read` may verify.
+        self._pieces = [piece for piece in given if piece.name in sent and piece.tensor is None]
+        self._pieces += [
+            piece for piece in given if piece.name in sent and piece.tensor is not None
+        ]
+        self._others = [piece for piece in given if piece.name not in sent]
+        check_apart(self._pieces)
         self._memory = memory
-        self._staged: dict[str, torch.Tensor] = {}
+        self._staged: list[Piece] = []
         self._begun = False
-        self._exchanged: list[TensorSpec] = []
+        self._exchanged: list[int] = []
 
     def specs(self) -> Sequence[TensorSpec]:
         return self._sink.specs()
 
     def begin(self, version: int) -> None:
         """Takes the memory of the second copy, all or none of it; the engine goes on."""
-        device = next((target.device for target in self._targets.values()), torch.device("cpu"))
+        devices = (piece.tensor.device for piece in self._pieces if piece.tensor is not None)
+        device = next(devices, torch.device("cpu"))
         try:
-            for spec in self._specs:
-                kept = self._memory.get(spec.name)
-                wanted = (spec.shape, dtype_of(spec), device)
+            for name, box, _ in self._pieces:
+                kept = self._memory.get((name, box))
+                wanted = (sizes_of(box), dtype_of(self._spec[name]), device)
                 if kept is None or (tuple(kept.shape), kept.dtype, kept.device) != wanted:
-                    kept = torch.empty(spec.shape, dtype=dtype_of(spec), device=device)
-                    self._memory[spec.name] = kept
-                self._staged[spec.name] = kept
+                    kept = torch.empty(wanted[0], dtype=wanted[1], device=device)
+                    self._memory[name, box] = kept
+                self._staged.append(Piece(name, box, kept))
         except BaseException:
             self._memory.clear()
             self._staged.clear()
             raise
 
-    def targets(self) -> Mapping[str, torch.Tensor]:
-        """The second copy."""
-        return self._staged
+    def pieces(self) -> Sequence[Piece]:
+        """The second copy, and what it leaves as it is."""
+        return [*self._staged, *self._others]
 
     def write(self, name: str, offset: int, data: torch.Tensor, *, of: TensorSpec) -> None:
-        self._staged[name].view(-1)[offset : offset + data.numel()].copy_(data)
+        raise NotImplementedError("all is written in place")
 
     def finish(self, version: int) -> None:
         """Exchanges the two copies; the engine must not generate."""
         self._sink.begin(version)
         self._begun = True
         self._mark_torn()
-        for spec in self._specs:
-            new, target = self._staged[spec.name], self._targets.get(spec.name)
+        for index, (name, _, target) in enumerate(self._pieces):
+            new = self._staged[index].tensor
+            assert new is not None
             if target is not None:
-                _swap(new.view(-1), target.detach().view(-1))
-                self._exchanged.append(spec)
+                _swap(new, target.detach())
+                self._exchanged.append(index)
                 continue
-            [(_, installed)] = self._sink.read([spec.name])
+            [(_, installed)] = self._sink.read([name])
             if installed is None:  # `fail` of the sink gives it back
-                self._put(spec, new)
+                self._put(index, new)
                 continue
-            before = self._staged[spec.name] = installed.clone()
-            self._exchanged.append(spec)  # from here on there is something to restore
-            self._put(spec, new)
-            self._staged[spec.name] = new.copy_(before)
+            before = installed.clone()
+            self._staged[index] = self._staged[index]._replace(tensor=before)
+            self._exchanged.append(index)  # from here on there is something to restore
+            self._put(index, new)
+            self._staged[index] = self._staged[index]._replace(tensor=new.copy_(before))
         self._sink.finish(version)
 
     def fail(self) -> None:
@@ -120,22 +129,30 @@ class StagedSink(WeightSink):
         self._begun = False
         self._sink.fail()
         self._sink.begin(self._before)
-        for spec in reversed(self._exchanged):  # those that overlap, too
-            self._put(spec, self._staged[spec.name])
+        for index in reversed(self._exchanged):  # those that overlap, too
+            before = self._staged[index].tensor
+            assert before is not None
+            self._put(index, before)
         self._exchanged = []
         self._sink.finish(self._before)
 
     def read(self, names: Iterable[str]) -> Iterator[tuple[str, torch.Tensor | None]]:
         return self._sink.read(names)
 
-    def _put(self, spec: TensorSpec, tensor: torch.Tensor) -> None:
-        if tensor.numel():
-            self._sink.write(spec.name, 0, tensor.reshape(-1), of=spec)
+    def _put(self, index: int, tensor: torch.Tensor) -> None:
+        name, _, target = self._pieces[index]
+        if target is not None:
+            target.detach().copy_(tensor)
+        elif tensor.numel():
+            self._sink.write(name, 0, tensor.reshape(-1), of=self._spec[name])
 
 
 def _swap(one: torch.Tensor, other: torch.Tensor) -> None:
-    """Exchanges the elements of two 1-D tensors, some of them at a time."""
+    """Exchanges the elements of two tensors of one shape, some of them at a time."""
     step = _SWAPPED if one.device.type == "cpu" else _SWAPPED_ON_DEVICE
+    if other.is_contiguous():
+        one, other = one.view(-1), other.view(-1)
+    step = max(1, step * len(one) // one.numel()) if one.dim() else 1
     scratch = torch.empty_like(one[:step])
     for start in range(0, len(one), step):
         a, b = one[start : start + step], other[start : start + step]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Generator
+from contextlib import closing
 from typing import TYPE_CHECKING
 
 import torch
@@ -10,13 +11,16 @@ import torch
 from rl_core.errors import ManifestMismatchError
 from rl_core.weights.data.digests import Hasher, copy_run
 from rl_core.weights.data.manifest import dtype_of
+from rl_core.weights.data.parts import box_of, narrowed
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
 
-    from rl_core.interfaces.weights import TensorSpec, WeightSource
+    from rl_core.interfaces.weights import Box, Piece, TensorSpec, WeightSource
     from rl_core.weights.data.digests import BlockHash, DigestTable
-    from rl_core.weights.data.plan import TransferPlan
+    from rl_core.weights.data.manifest import WeightManifest
+    from rl_core.weights.data.parts import Partition
+    from rl_core.weights.data.plan import Segment, TransferPlan
     from rl_core.weights.transports.base import Lane
 
 
@@ -47,9 +51,24 @@ class SenderBuckets:
         """The digests of a bucket's blocks, as they are now."""
         if index not in self._hashers:
             segments, size = self.plan.buckets[index].segments, self.plan.block_bytes
+            if any(segment.strides for segment in segments):
+                return [digest for s in segments for digest in self._digests_of(s)]
             runs = [self.lane.data[s.start : s.stop] for s in segments]
             self._hashers[index] = Hasher(runs, self.block_hash, size)
         return self._hashers[index].digests()
+
+    def _digests_of(self, segment: Segment) -> list[bytes]:
+        """The digests of one segment's blocks, each of which is copied if it has strides."""
+        data, size, dtype = self.lane.data, self.plan.block_bytes, dtype_of(segment.spec)
+        if not segment.strides:
+            return Hasher([data[segment.start : segment.stop]], self.block_hash, size).digests()
+        part, found = segment.part_in(data), list[bytes]()
+        scratch = data.new_empty(min(size, segment.stop - segment.start)).view(dtype)
+        for done in range(0, segment.elements, len(scratch)):
+            some = scratch[: segment.elements - done]
+            copy_run(some, part, segment.offset + done)
+            found += Hasher([some.view(torch.uint8)], self.block_hash, size).digests()
+        return found
 
     def detach(self) -> None:
         """Drops all views of the lane, so that its memory is unmapped."""
@@ -60,6 +79,11 @@ class SenderBuckets:
 class Packer:
     """Puts the buckets of one refit into its lane, in order.
 
+    Args:
+        buckets: What goes where.
+        parts: The parts that go, in their order, with their elements; None if they are in the lane.
+        table: Takes the digests; None if nothing is verified.
+
     Attributes:
         buckets: What goes where.
     """
@@ -67,38 +91,81 @@ class Packer:
     def __init__(
         self,
         buckets: SenderBuckets,
-        tensors: Generator[tuple[TensorSpec, torch.Tensor]] | None,
+        parts: Generator[tuple[TensorSpec, torch.Tensor]] | None,
         table: DigestTable | None,
     ) -> None:
         self.buckets = buckets
-        self._tensors = tensors
+        self._parts = parts
         self._table = table
-        self._tensor = torch.empty(0)
+        self._part = torch.empty(0)
 
     @torch.no_grad()
     def put(self, index: int) -> bytes:
         """Makes a bucket ready in the lane."""
         buckets = self.buckets
         bucket = buckets.plan.buckets[index]
-        if self._tensors is not None:
+        if self._parts is not None:
             for segment, view in zip(bucket.segments, buckets.views(index), strict=True):
                 if segment.offset == 0:
-                    _, self._tensor = next(self._tensors)
+                    _, self._part = next(self._parts)
                 if segment.whole:
-                    view.copy_(self._tensor)
+                    view.copy_(self._part)
                 else:
-                    copy_run(view, self._tensor, segment.offset)
+                    copy_run(view, self._part, segment.offset)
         found: list[bytes] = []
         if self._table is not None:
             found = buckets.digests(index)
-            self._table.add(bucket, found, buckets.plan.block_bytes)
+            self._table.add(bucket.segments, found, buckets.plan.block_bytes)
         buckets.lane.publish(bucket.start, bucket.stop)
         return b"".join(found)
 
     def close(self) -> None:
         """Reads nothing more from the source."""
-        if self._tensors is not None:
-            self._tensors.close()
+        if self._parts is not None:
+            self._parts.close()
+
+
+def sent_parts(
+    source: WeightSource,
+    parts: Partition,
+    manifest: WeightManifest,
+    sent: Iterable[int],
+    pieces: Sequence[Piece] | None,
+) -> Generator[tuple[TensorSpec, torch.Tensor]]:
+    """The elements of parts in order, in the source's dtypes.
+
+    Args:
+        source: Gives whole tensors, if there are no pieces.
+        parts: Of the tensors, in the dtypes that travel.
+        manifest: The source's.
+        sent: Indices of the parts.
+        pieces: Of tensors that the source does not have whole.
+    """
+    owned = parts.manifest.owned
+    if pieces is not None:
+        places: dict[int, tuple[Box, torch.Tensor]] = {}
+        for name, box, tensor in pieces:
+            if (index := parts.whole.index.get(name)) is None or tensor is None:
+                continue
+            if tensor.dtype != dtype_of(spec := manifest.by_name[name]):
+                raise ManifestMismatchError(
+                    f"{name}: a piece of the weight source is {tensor.dtype}, not {spec.dtype}",
+                    fix="make its pieces() give tensors of the declared dtypes",
+                    mistyped=[name],
+                )
+            places |= dict.fromkeys(parts.of_box(index, box), (box, tensor))
+        for part in sent:
+            box, tensor = places[part]
+            yield owned[part], narrowed(tensor, box, owned[part])
+        return
+    of: dict[str, list[int]] = {}
+    for part in sent:
+        of.setdefault(parts.tensor_of(part).name, []).append(part)
+    with closing(checked_tensors(source, [manifest.by_name[name] for name in of])) as given:
+        for spec, tensor in given:
+            for one in (owned[number] for number in of[spec.name]):
+                cut = one.shape != spec.shape
+                yield one, narrowed(tensor, box_of(spec), one) if cut else tensor
 
 
 def checked_tensors(

@@ -10,30 +10,39 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import torch
 
-from rl_core.errors import ConfigError, LifecycleError, RefitAborted, RefitError, RefitProtocolError
+from rl_core.errors import (
+    ConfigError,
+    LifecycleError,
+    ManifestMismatchError,
+    RefitAborted,
+    RefitError,
+    RefitProtocolError,
+)
 from rl_core.plugins import hookspecs
 from rl_core.ports import default_address, free_port
 from rl_core.weights.connections import Connection, Connections, keep_two
 from rl_core.weights.data.digests import DIGEST_BYTES, BlockHash, DigestTable, TensorHasher
 from rl_core.weights.data.manifest import WeightManifest
+from rl_core.weights.data.parts import Partition, check_layout, layout_of
 from rl_core.weights.data.plan import ALIGN, SLOTS, DataMode, make_plan
 from rl_core.weights.engine_lock import exclusively
 from rl_core.weights.job import Endpoint, Job
 from rl_core.weights.options import DEFAULT_DEADLINE_S, SendOptions
 from rl_core.weights.protocol.frames import Channel, origin_of, read_hello
 from rl_core.weights.protocol.handshake import introduction
-from rl_core.weights.protocol.messages import Offer, Prepare
+from rl_core.weights.protocol.messages import LaneInfo, Offer, Prepare
 from rl_core.weights.protocol.sender_session import SenderSession
 from rl_core.weights.protocol.session import Confirm, Effect, MakePlan, Pack, Phase, Send
 from rl_core.weights.report import RefitReport
-from rl_core.weights.sending.packing import Packer, SenderBuckets, checked_tensors
+from rl_core.weights.sending.packing import Packer, SenderBuckets, sent_parts
 from rl_core.weights.sending.shared_tensors import SharedTensors
 from rl_core.weights.transports.base import NoLane, SenderEnd
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from rl_core.interfaces.weights import WeightSource
+    from rl_core.interfaces.weights import Piece, WeightSource
+    from rl_core.weights.data.parts import Layout
     from rl_core.weights.data.plan import TransferPlan
     from rl_core.weights.job import Runtime
     from rl_core.weights.protocol.messages import Ready
@@ -66,6 +75,8 @@ class RefitSender(Endpoint["SendJob"]):
         version: Last committed version, 0 at first.
         committed: Digests of what was committed last, if it was hashed.
         committed_hash: What they were made with.
+        committed_parts: What they are of.
+        parts: Those of the last refit.
         moved: The tensors that engines read where they are.
         connections: Those of each transport that was used.
     """
@@ -79,6 +90,8 @@ class RefitSender(Endpoint["SendJob"]):
         self.version = 0
         self.committed: DigestTable | None = None
         self.committed_hash: BlockHash | None = None
+        self.committed_parts: Partition | None = None
+        self.parts: Partition | None = None
         self.moved = SharedTensors()
         self.connections: Connections[SenderEnd, SenderBuckets] = Connections()
         self._source = source
@@ -191,22 +204,25 @@ class RefitSender(Endpoint["SendJob"]):
     def buckets(
         self,
         connection: Connection[SenderEnd],
-        wire: WeightManifest,
+        parts: Partition,
         bucket_bytes: int,
         mode: DataMode,
         *,
         skip: bytes,
         block_hash: BlockHash,
         device: torch.device,
+        layout: Layout,
         receivers: Sequence[str],
     ) -> SenderBuckets:
         """The buckets of a refit, and memory for them: those of the last refits, where they fit."""
         kept = self.connections.buckets
-        key = (connection, wire.digest, bucket_bytes, mode, skip, block_hash)
+        boxes = tuple((index, tuple(boxes)) for index, boxes in layout.items())
+        key = (connection, parts.manifest.digest, bucket_bytes, mode, skip, block_hash, boxes)
         cached = kept.get(key)
         plan = cached.plan if cached is not None else None
         if plan is None:
-            plan = make_plan(wire, bucket_bytes, mode, skip=skip, block=block_hash.block)
+            size = block_hash.block
+            plan = make_plan(parts, bucket_bytes, mode, skip=skip, block=size, layout=layout)
         lane = self._lane(connection, plan, device, receivers, bucket_bytes)
         if cached is None or cached.lane is not lane:
             cached = SenderBuckets(plan, lane, block_hash)
@@ -225,14 +241,14 @@ class RefitSender(Endpoint["SendJob"]):
             return _NO_LANE
         direct = plan.mode is DataMode.DIRECT
         most = plan.lane_bytes if direct else max(plan.lane_bytes, SLOTS * bucket_bytes)
-        lane = connection.lanes.get(plan.mode)
+        lane = connection.lanes.get((plan.mode, 0))
         if lane is not None:
             fits = plan.lane_bytes <= lane.data.numel() <= most and lane.data.device == device
             if fits and lane.serves(receivers):
                 return lane
             self.connections.close_lanes(lambda _, other: other is lane)
         lane = connection.end.lane(plan.lane_bytes, device, receivers, direct=direct)
-        connection.lanes[plan.mode] = lane
+        connection.lanes[plan.mode, 0] = lane
         return lane
 
     def drop_lanes_after_failure(self) -> None:
@@ -312,6 +328,10 @@ class SendJob(Job[SenderSession]):
         # What receivers want decides on these; they are set with the plan.
         self._casts: int
         self._wire: WeightManifest
+        self._pieces: Sequence[Piece] | None
+        self._layout: Layout
+        self._parts: Partition
+        self._keeps: dict[str, bytes]  # by connection
         self._device: torch.device
         self._hash: BlockHash
         self._reported_at = endpoint.runtime.clock()
@@ -336,7 +356,7 @@ class SendJob(Job[SenderSession]):
             before, hashed, now = sender.committed, sender.committed_hash, self._table
             if committed:  # whatever follows, this version is these weights and no others
                 sender.version, sender.committed = self.version, now
-                sender.committed_hash = self._hash
+                sender.committed_hash, sender.committed_parts = self._hash, self._parts
             if session.error is not None:
                 raise session.error
             unchanged = None
@@ -395,9 +415,7 @@ class SendJob(Job[SenderSession]):
                     if not self._end.send(key, channel.encode(message)):
                         self._unreachable.append(key)
             case MakePlan(ready):
-                prepare = self._make_plan(ready)
-                plan = self._buckets.plan
-                return self.session.planned(prepare, len(plan.buckets), plan.window)
+                return self._make_plan(ready)
             case Pack(index):
                 self.session.at = self._buckets.plan.buckets[index].name
                 assert self._packer is not None
@@ -414,49 +432,93 @@ class SendJob(Job[SenderSession]):
                 self._source.confirm()  # what was sent is of one state
                 if self._same:
                     self._check_same()
-                return self.session.confirmed("" if self._table is None else self._table.digest)
+                table = self._table
+                return self.session.confirmed(
+                    {k: "" if table is None else table.digest(m) for k, m in self._keeps.items()}
+                )
         return []
 
     # -- what is sent, and where it lies ----------------------------------------------------------
 
-    def _make_plan(self, ready: tuple[Ready, ...]) -> Prepare:
-        sender, options = self.endpoint, self.options
-        self._casts = len(ready[0].dtypes)
-        self._wire = sender.wire_of(self._manifest, ready[0].dtypes)
+    def _make_plan(self, ready: Mapping[str, Ready]) -> list[Effect]:
+        sender, answers = self.endpoint, list(ready.values())
+        self._casts = len(answers[0].dtypes)
+        self._wire = sender.wire_of(self._manifest, answers[0].dtypes)
+        for key, answer in ready.items():
+            check_layout(self._wire, answer.keeps, self.session.peers[key].name)
         own = torch.empty(0, device=self._source.device).device  # by the name that tensors give it
         if own.type == "cuda":
             torch.cuda.synchronize(own)  # an optimizer may step on another stream
-        self._device = self._end.lane_device(own, [r.gpus for r in ready])
+        self._device = self._end.lane_device(own, [r.gpus for r in answers])
         self._hash = BlockHash.choose(self._device, private=self._end.private, token=sender.token)
+        self._pieces = self._source.pieces()
+        self._layout = layout_of(self._manifest, self._pieces)
+        layouts: list[Layout] = [self._layout, *(r.keeps for r in answers)]
+        self._parts = sender.parts = Partition.of(self._wire, layouts, sender.parts)
+        self._keeps = {key: self._parts.mask(r.keeps) for key, r in ready.items()}
+        here, parts = self._parts.mask(self._layout), self._parts.manifest.owned
+        for key, keeps in self._keeps.items():
+            if lacking := [parts[n] for n, keep in enumerate(keeps) if keep > here[n]]:
+                raise ManifestMismatchError(
+                    f"the trainer has no {lacking[0].name}, which {self.session.peers[key].name} "
+                    f"keeps ({len(lacking)} parts of tensors are missing)",
+                    fix="make the pieces of the weight source cover every tensor",
+                    missing=[part.name for part in lacking],
+                )
         direct = self._move_tensors()
         mode = DataMode.DIRECT if direct else DataMode.PACKED
-        skip = b""
-        if self._same or any(any(r.holds) for r in ready):  # some have tensors already
-            self._table = self._digests_now(mode)
+        skip = self._skipped(answers, mode)
+        buckets = self._make_buckets(mode, skip)
+        buckets.lane.ends = self.session.deadline
+        sent, cut = buckets.plan.sent, self._pieces if self._layout else None
+        given = sent_parts(self._source, self._parts, self._manifest, sent, cut)
+        self._packer = Packer(buckets, None if direct else given, self._table)
+        prepares = {
+            key: Prepare(
+                self.session.offer.session,
+                self._bucket_bytes(mode),
+                direct,
+                dict(self._parts.cuts),
+                {
+                    0: LaneInfo(
+                        buckets.plan.digest,
+                        skip,
+                        dict(buckets.lane.ref),
+                        keeps if 0 in keeps else b"",
+                        {i: tuple(boxes) for i, boxes in self._layout.items()} if direct else {},
+                    )
+                },
+                self.session.remaining_s,
+                self._hash.kind,
+            )
+            for key, keeps in self._keeps.items()
+        }
+        return self.session.planned(prepares, len(buckets.plan.buckets), buckets.plan.window)
+
+    def _skipped(self, answers: Sequence[Ready], mode: DataMode) -> bytes:
+        """A byte for each part, 1 for those that no engine needs; empty if all are sent."""
+        masks, manifest = list(self._keeps.values()), self._parts.manifest
+        holds = [r.holds if r.parts == manifest.digest else b"" for r in answers]
+        if self._same or any(map(any, holds)):  # some have parts already
+            self._table = self._digests_now(mode, self._parts)
             if self._same:
                 self._check_same()  # before an engine, which may serve, is written to
             now = self._table.flat
-            skip = bytes(
-                all(r.holds[i : i + DIGEST_BYTES] == now[i : i + DIGEST_BYTES] for r in ready)
-                for i in range(0, len(now), DIGEST_BYTES)
+        else:
+            now, holds = b"", [b"" for _ in answers]
+            if self.options.verify != "none":
+                self._table = DigestTable(manifest)
+            if not any(0 in keeps for keeps in masks):
+                return b""
+        at = [slice(n * DIGEST_BYTES, (n + 1) * DIGEST_BYTES) for n in range(len(masks[0]))]
+        skip = bytes(
+            all(
+                not keeps[n] or (held and held[one] == now[one])
+                for keeps, held in zip(masks, holds, strict=True)
             )
-        elif options.verify != "none":
-            self._table = DigestTable(self._wire)
-        buckets = self._make_buckets(mode, skip)
-        buckets.lane.ends = self.session.deadline
-        sent = [self._manifest.owned[index] for index in buckets.plan.sent]
-        given = None if direct else checked_tensors(self._source, sent)
-        self._packer = Packer(buckets, given, self._table)
-        return Prepare(
-            self.session.offer.session,
-            buckets.plan.digest,
-            self._bucket_bytes(mode),
-            direct,
-            skip,
-            dict(buckets.lane.ref),
-            self.session.remaining_s,
-            self._hash.kind,
+            for n, one in enumerate(at)
         )
+        return skip if any(skip) else b""
 
     def _bucket_bytes(self, mode: DataMode) -> int:
         return self.options.bucket_for(self._device, mode)
@@ -464,12 +526,13 @@ class SendJob(Job[SenderSession]):
     def _make_buckets(self, mode: DataMode, skip: bytes = b"") -> SenderBuckets:
         return self.endpoint.buckets(
             self._connection,
-            self._wire,
+            self._parts,
             self._bucket_bytes(mode),
             mode,
             skip=skip,
             block_hash=self._hash,
             device=self._device,
+            layout=self._layout if mode is DataMode.DIRECT else {},
             receivers=[hello.receiver for hello in self.session.peers.values()],
         )
 
@@ -483,17 +546,17 @@ class SendJob(Job[SenderSession]):
         mode, moved = self.options.mode, self.endpoint.moved
         if mode == "packed":
             return False
-        tensors, reason = None, None
+        pieces, reason = self._pieces, None
         if not self._end.reads_memory:
             reason = f"the transport {self.options.transport} does not share memory"
         elif self._end.reason_not_shareable:
             reason = self._end.reason_not_shareable
         elif self._casts:
             reason = f"the engine wants {self._casts} tensors in another dtype"
-        elif (tensors := self._source.persistent()) is None:
+        elif pieces is None:
             reason = "the weight source computes its tensors during the refit"
         else:
-            reason = moved.reason_not_shareable(self._manifest, tensors, self._device)
+            reason = moved.reason_not_shareable(self._manifest, pieces, self._device)
             if reason is None and mode == "auto":
                 reason = moved.no_memory_for(self._manifest)
         if reason and mode == "direct":
@@ -502,9 +565,9 @@ class SendJob(Job[SenderSession]):
                 fix='use mode="auto" or mode="packed"',
                 key="mode",
             )
-        if reason is None and tensors is not None:
+        if reason is None and pieces is not None:
             try:
-                moved.move(self._make_buckets(DataMode.DIRECT).lane, self._wire, tensors)
+                moved.move(self._make_buckets(DataMode.DIRECT).lane, self._wire, pieces)
             except (RefitError, torch.OutOfMemoryError) as error:
                 cause = str(error).splitlines()[0]
                 reason = f"the tensors cannot be moved to memory that engines read: {cause}"
@@ -519,19 +582,21 @@ class SendJob(Job[SenderSession]):
         self._fallback = reason
         return reason is None
 
-    def _digests_now(self, mode: DataMode) -> DigestTable:
-        """The digest of every tensor as it is now, in the dtype that travels."""
-        table = DigestTable(self._wire)
-        if mode is DataMode.DIRECT:
+    def _digests_now(self, mode: DataMode, parts: Partition) -> DigestTable:
+        """The digest of every part as it is now, in the dtype that travels."""
+        table = DigestTable(parts.manifest)
+        if mode is DataMode.DIRECT and parts is self._parts:
             whole = self._make_buckets(mode)
             for index, part in enumerate(whole.plan.buckets):
-                table.add(part, whole.digests(index), whole.plan.block_bytes)
+                table.add(part.segments, whole.digests(index), whole.plan.block_bytes)
             return table
         block = min(self._hash.block, self._bucket_bytes(mode) // ALIGN * ALIGN)
         # Only tensors that stay can be hashed together on a device.
-        lasting = (self._source.persistent() or {}) if self._hash.kind == "fold" else {}
-        with closing(checked_tensors(self._source, self._manifest.owned)) as given:
-            named = ((self._wire.by_name[spec.name], tensor) for spec, tensor in given)
+        fold, pieces = self._hash.kind == "fold", self._pieces or ()
+        lasting = {p.tensor.data_ptr() for p in pieces if fold and p.tensor is not None}
+        every, cut = range(len(parts.manifest.owned)), self._pieces if self._layout else None
+        with closing(sent_parts(self._source, parts, self._manifest, every, cut)) as given:
+            named = ((spec.name, spec, tensor) for spec, tensor in given)
             table.known.update(TensorHasher(self._hash, block).digests(named, lasting))
         return table
 
@@ -584,7 +649,15 @@ class SendJob(Job[SenderSession]):
                 fix="use the transport and device of the refit that committed this version",
                 version=self.version,
             )
-        if before is None or self._table is None or before.digest != self._table.digest:
+        now, parts = self._table, self.endpoint.committed_parts
+        if parts is not None and parts != self._parts:  # other engines keep other parts
+            same_dtypes = parts.whole.digest == self._wire.digest
+            now = self._digests_now(DataMode.PACKED, parts) if same_dtypes else None
+        if (
+            before is None
+            or now is None
+            or any(now.known.get(n) != d for n, d in before.known.items())
+        ):
             raise LifecycleError(
                 f"{self.endpoint.name}: the weights are no longer those of version "
                 f"{self.version}, which the other engines serve",
@@ -596,6 +669,8 @@ class SendJob(Job[SenderSession]):
     def _report(self, unchanged: int | None) -> RefitReport:
         phases, plan, lane = self.session.phase_seconds, self._buckets.plan, self._buckets.lane
         seconds = sum(phases.values())
+        cut, sent = self._parts.cuts, plan.sent
+        tensors = len({self._parts.tensor_of(index).name for index in sent} if cut else sent)
         return RefitReport(
             version=self.version,
             origin=self.endpoint.origin,
@@ -604,8 +679,8 @@ class SendJob(Job[SenderSession]):
             gb_per_s=plan.nbytes / seconds / 1e9,
             phases=phases,
             extra_memory_bytes=0 if plan.mode is DataMode.DIRECT else lane.data.numel(),
-            tensors=len(plan.sent),
-            skipped=len(self._wire.owned) - len(plan.sent),
+            tensors=tensors,
+            skipped=len(self._wire.owned) - tensors,
             unchanged=unchanged,
             cast=self._casts,
             buckets=len(plan.buckets),

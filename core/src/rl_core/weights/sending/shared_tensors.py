@@ -7,12 +7,13 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from rl_core.weights.data.manifest import dtype_of, nbytes, numel
-from rl_core.weights.data.plan import direct_places
+from rl_core.weights.data.manifest import dtype_of, numel
+from rl_core.weights.data.plan import ALIGN
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Sequence
 
+    from rl_core.interfaces.weights import Box, Piece
     from rl_core.weights.data.manifest import WeightManifest
     from rl_core.weights.transports.base import Lane
 
@@ -26,7 +27,7 @@ class SharedTensors:
     def __init__(self) -> None:
         self._lane: Lane | None = None
         self._manifest: WeightManifest | None = None
-        self._tensors: list[torch.Tensor] = []
+        self._tensors: list[torch.Tensor | None] = []
         self._addresses: list[int] = []
         self._no_memory: tuple[WeightManifest, str] | None = None
 
@@ -43,75 +44,82 @@ class SharedTensors:
         self._no_memory = (manifest, why)
 
     def reason_not_shareable(
-        self, manifest: WeightManifest, tensors: Mapping[str, torch.Tensor], device: torch.device
+        self, manifest: WeightManifest, pieces: Sequence[Piece], device: torch.device
     ) -> str | None:
-        """Why these tensors cannot be moved; None if they can, or were."""
-        if self._is_shared(manifest, tensors):
+        """Why these pieces cannot be moved; None if they can, or were."""
+        if self._is_shared(manifest, pieces):
             return None
         owners: dict[int, str] = {}
-        for spec in manifest.tensors:
-            tensor = tensors.get(spec.name)
-            if spec.alias_of is not None:
-                if tensor is not None and tensor is not tensors.get(spec.alias_of):
-                    return f"{spec.name} and {spec.alias_of} are two tensor objects of one memory"
-                continue
-            if not numel(spec):
+        tensors: dict[tuple[str, Box], torch.Tensor] = {}
+        for name, box, tensor in pieces:
+            if (spec := manifest.by_name.get(name)) is None or not numel(spec):
                 continue
             if tensor is None:
-                return f"the weight source has no tensor {spec.name} in memory"
+                return f"the weight source has no tensor {name} in memory"
+            tensors[name, box] = tensor
+        for (name, box), tensor in tensors.items():
+            alias_of = manifest.by_name[name].alias_of
+            if alias_of is not None and tensor is not tensors.get((alias_of, box)):
+                return f"{name} and {alias_of} are two tensor objects of one memory"
+        for (name, _), tensor in tensors.items():
+            spec = manifest.by_name[name]
+            if spec.alias_of is not None:
+                continue
             if tensor.device != device:
-                return f"{spec.name} is on {tensor.device}, which engines cannot read"
-            if tensor.shape != spec.shape or tensor.dtype != dtype_of(spec):
-                return f"{spec.name} has another shape or dtype than its spec declares"
-            if not tensor.is_contiguous() or tensor.untyped_storage().nbytes() != nbytes(spec):
-                return f"{spec.name} is a view of a larger storage, or not contiguous"
-            if (owner := owners.setdefault(tensor.data_ptr(), spec.name)) != spec.name:
-                return f"{spec.name} shares memory with {owner}, but is not declared as its alias"
-        for name in owners.values():
+                return f"{name} is on {tensor.device}, which engines cannot read"
+            if tensor.dtype != dtype_of(spec):
+                return f"{name} has another dtype than its spec declares"
+            if not tensor.is_contiguous() or tensor.untyped_storage().nbytes() != tensor.nbytes:
+                return f"{name} is a view of a larger storage, or not contiguous"
+            if (owner := owners.setdefault(tensor.data_ptr(), name)) != name:
+                return f"{name} shares memory with {owner}, but is not declared as its alias"
             # If a detached twin were moved, what is trained would stay behind.
-            if torch._C._storage_Use_Count(tensors[name].untyped_storage()._cdata) > _OWN_USERS:
+            if torch._C._storage_Use_Count(tensor.untyped_storage()._cdata) > _OWN_USERS:
                 return (
                     f"{name} shares memory with a tensor outside of the weight source, such as one "
                     "of a kept state_dict(), a view, or a loss whose graph is kept"
                 )
         return None
 
-    def _is_shared(self, manifest: WeightManifest, tensors: Mapping[str, torch.Tensor]) -> bool:
+    def _is_shared(self, manifest: WeightManifest, pieces: Sequence[Piece]) -> bool:
         """Whether these are the tensors that were moved, and are where they were moved to."""
-        if manifest is not self._manifest:
+        if manifest is not self._manifest or len(pieces) != len(self._tensors):
             return False
-        given = tensors.values()
-        same = len(given) == len(self._tensors) and all(map(operator.is_, given, self._tensors))
-        return same and [tensor.data_ptr() for tensor in given] == self._addresses
+        given = [piece.tensor for piece in pieces]
+        same = all(map(operator.is_, given, self._tensors))
+        return same and [t.data_ptr() for t in given if t is not None] == self._addresses
 
     @torch.no_grad()
-    def move(
-        self, lane: Lane, manifest: WeightManifest, tensors: Mapping[str, torch.Tensor]
-    ) -> None:
-        """Moves tensors into a lane, each to its place; those that are there stay.
+    def move(self, lane: Lane, manifest: WeightManifest, pieces: Sequence[Piece]) -> None:
+        """Moves pieces into a lane, one after another; those that are there stay.
 
         One tensor is moved at a time. Where the lane's memory grows with them, memory for one more
         is enough. If it lacks, tensors that were moved are whole, and those that were not, too.
         """
-        if self._lane is lane and self._is_shared(manifest, tensors):
+        if self._lane is lane and self._is_shared(manifest, pieces):
             return
         base = lane.data.data_ptr()
         here = range(base, base + lane.data.numel())
-        moves = [
-            (tensors[spec.name], spec, place)
-            for spec, place in zip(manifest.owned, direct_places(manifest.owned)[0], strict=True)
-            if tensors[spec.name].data_ptr() != base + place
-        ]
-        for tensor, _, _ in moves:
+        of: dict[str, list[torch.Tensor]] = {}
+        for piece in pieces:
+            if piece.tensor is not None:
+                of.setdefault(piece.name, []).append(piece.tensor)
+        moves, place = [], 0
+        for tensor in (tensor for spec in manifest.owned for tensor in of.get(spec.name, ())):
+            if tensor.data_ptr() != base + place:
+                moves.append((tensor, place))
+            place = -(-(place + tensor.nbytes) // ALIGN) * ALIGN
+        for tensor, _ in moves:
             if tensor.data_ptr() in here:  # in the place of another one, which comes back to it
                 tensor.data = tensor.clone()
-        for tensor, spec, place in moves:
-            moved = lane.allocate_view(place, place + nbytes(spec))
-            moved = moved.view(dtype_of(spec)).view(spec.shape)
+        for tensor, place in moves:
+            moved = lane.allocate_view(place, place + tensor.nbytes)
+            moved = moved.view(tensor.dtype).view(tensor.shape)
             moved.copy_(tensor)
             tensor.data = moved
         if moves:
             lane.free_old_memory()
-        self._lane, self._manifest, self._tensors = lane, manifest, list(tensors.values())
-        self._addresses = [tensor.data_ptr() for tensor in self._tensors]
+        self._lane, self._manifest = lane, manifest
+        self._tensors = [piece.tensor for piece in pieces]
+        self._addresses = [tensor.data_ptr() for tensor in self._tensors if tensor is not None]
         self._no_memory = None

@@ -10,11 +10,11 @@ from rl_core.errors import ConfigError
 from rl_core.interfaces import WeightSource
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     import torch
 
-    from rl_core.interfaces import TensorSpec
+    from rl_core.interfaces import Piece, TensorSpec
 
 
 class GuardedSource(WeightSource):
@@ -82,17 +82,20 @@ class GuardedSource(WeightSource):
             yield name, tensor
             self._unchanged(f", at {name}")
 
-    def persistent(self) -> Mapping[str, torch.Tensor] | None:
-        """See :meth:`WeightSource.persistent`."""
+    def pieces(self) -> Sequence[Piece] | None:
+        """See :meth:`WeightSource.pieces`."""
         self.specs()
-        tensors = self._source.persistent()
-        if tensors is None:
+        pieces = self._source.pieces()
+        if pieces is None:
             return None
-        return {
-            name: tensor
+        of: dict[str, list[Piece]] = {}
+        for piece in pieces:
+            of.setdefault(piece.name, []).append(piece)
+        return [
+            piece._replace(name=name)
             for name, old in self._old.items()
-            if (tensor := tensors.get(old, tensors.get(self._owner[name]))) is not None
-        }
+            for piece in of.get(old) or of.get(self._owner[name], [])
+        ]
 
     def confirm(self) -> None:
         """See :meth:`WeightSource.confirm`."""

@@ -13,7 +13,8 @@ from rl_backends.adapters import adapter_tensors, add_adapters
 from rl_backends.engine.weights import workers_group
 from rl_backends.modalities import model_on_meta
 from rl_core.errors import CapabilityError
-from rl_core.interfaces import TensorSpec, WeightSink
+from rl_core.interfaces import Piece, TensorSpec, WeightSink
+from rl_core.weights.tensors import whole_pieces
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -78,6 +79,7 @@ class AdapterSink(WeightSink, ABC):
         serving: The adapter that requests are to name: 1 or 2, or 0 for none.
         version: Of that adapter.
         by_name: The tensors.
+        buffers: What was written of each.
     """
 
     casts = True
@@ -89,7 +91,7 @@ class AdapterSink(WeightSink, ABC):
         self.serving = self.version = 0
         self._before: tuple[int, int] | None = None  # the same, if the newest can be taken back
         self._checked = False
-        self._buffers = {
+        self.buffers = {
             name: torch.zeros(spec.shape, dtype=spec.torch_dtype)
             for name, spec in self.by_name.items()
         }
@@ -160,19 +162,19 @@ class AdapterSink(WeightSink, ABC):
             if int(both.sum()):  # a commit reached only some workers: what they serve is torn
                 self.serving = 0
 
-    def targets(self) -> Mapping[str, torch.Tensor]:
+    def pieces(self) -> Sequence[Piece]:
         """Memory of the host; the engine itself is not written to."""
-        return self._buffers
+        return whole_pieces(self.buffers)
 
     def write(self, name: str, offset: int, data: torch.Tensor, *, of: TensorSpec) -> None:
         """See :meth:`WeightSink.write`."""
-        self._buffers[name].view(-1)[offset : offset + data.numel()].copy_(data)
+        self.buffers[name].view(-1)[offset : offset + data.numel()].copy_(data)
 
     @torch.no_grad()
     def finish(self, version: int) -> None:
         """Loads the adapter; rows that begin now get it."""
         adapter = self.serving % ADAPTERS + 1
-        self.load(adapter, self._buffers)
+        self.load(adapter, self.buffers)
         self._before = self.serving, self.version
         self.serving, self.version = adapter, version
 

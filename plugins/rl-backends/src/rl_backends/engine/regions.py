@@ -9,8 +9,12 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
+from rl_core.interfaces import Piece
+
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
+
+    from rl_core.interfaces import TensorSpec
 
 __all__ = ["Region", "Step", "count_elements"]
 
@@ -67,9 +71,40 @@ class Region(NamedTuple):
         """How far apart the first and the last element are in the whole tensor, plus one."""
         return _extent(self.target.shape, self.strides)
 
-    def is_all(self, numel: int) -> bool:
-        """Whether the target has all elements of a whole tensor, in its order and without gaps."""
-        return self.place.shape == (numel,) and self.place.is_contiguous()
+    def piece(self, spec: TensorSpec) -> Piece | None:
+        """These elements as a box of the tensor, if they are one.
+
+        Args:
+            spec: The whole tensor.
+        """
+        box, step, last = [], spec.numel, self.first + self.extent - 1
+        first = self.first
+        whole: list[int] = []  # by how much the index grows along each dimension of the tensor
+        for size in spec.shape:
+            step //= size
+            whole.append(step)
+            begin, first = divmod(first, step)
+            end, last = divmod(last, step)
+            box.append((begin, end + 1))
+        place, shape, strides = self.place, [], []
+        dims = list(zip(self.strides, place.shape, place.stride(), strict=True))
+        for (begin, after), step in zip(box, whole, strict=True):
+            size = after - begin
+            shape.append(size)
+            if size <= 1:
+                strides.append(1)
+                continue
+            # A dimension of the target is one of the tensor, or several that follow each other.
+            if not dims or dims[0][1] % size or dims[0][0] * dims[0][1] != step * size:
+                return None
+            grows, count, stride = dims.pop(0)
+            rest = count // size
+            strides.append(stride * rest)
+            if rest > 1:
+                dims.insert(0, (grows, rest, stride))
+        if any(count > 1 for _, count, _ in dims):
+            return None
+        return Piece(spec.name, tuple(box), place.as_strided(shape, strides))
 
     def write(self, offset: int, data: torch.Tensor) -> None:
         """Takes what it needs of a run of the whole tensor's elements.

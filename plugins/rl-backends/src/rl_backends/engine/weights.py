@@ -18,7 +18,7 @@ from rl_backends.engine.rearranged import RearrangedLayers
 from rl_backends.engine.regions import Region, count_elements
 from rl_backends.modalities import model_on_meta
 from rl_core.errors import CapabilityError, ConfigError, RefitCorrupted
-from rl_core.interfaces import TensorSpec, WeightSink
+from rl_core.interfaces import Piece, TensorSpec, WeightSink
 from rl_core.weights.tensors import module_tensors, tensor_specs
 
 if TYPE_CHECKING:
@@ -203,22 +203,43 @@ class LoadedWeights:
         return regions
 
     @cached_property
-    def targets(self) -> Mapping[str, torch.Tensor] | None:
-        """Every tensor as a view of the engine's own, if it has them whole, and in its dtype.
+    def pieces(self) -> Sequence[Piece]:
+        """What this worker keeps of each tensor: views of the engine's own, where they are boxes.
 
-        Some kernels for CPUs keep biases of a bfloat16 model in float32.
+        Whole tensors without a view, on all workers, are those that the engine's hooks process, of
+        which its loader computes something, or that some worker keeps in other shapes or dtypes:
+        some kernels for CPUs keep biases of a bfloat16 model in float32.
         """
-        found = {}
-        for spec in self.specs:
-            if spec.alias_of is not None:
-                continue
-            regions = self.regions[spec.name]
-            if len(regions) != 1 or spec.name in self.collected:
-                return None
-            [region] = regions
-            if not region.is_all(spec.numel) or region.place.dtype != spec.torch_dtype:
-                return None
-            found[spec.name] = region.place.view(spec.shape)
+        owned = [spec for spec in self.specs if spec.alias_of is None and spec.numel]
+        found: list[list[Piece | None]] = [
+            [
+                None
+                if region.steps or region.place.dtype != spec.torch_dtype
+                else region.piece(spec)
+                for region in self.regions[spec.name]
+            ]
+            for spec in owned
+        ]
+        called = torch.tensor([float(None in one) for one in found])
+        if self._workers > 1 and owned:
+            dist.all_reduce(called, dist.ReduceOp.MAX, group=self._group)
+        pieces = []
+        for spec, one, by_calls in zip(owned, found, called.tolist(), strict=True):
+            if by_calls or spec.name in self.collected:
+                pieces.append(Piece(spec.name, tuple((0, size) for size in spec.shape), None))
+            else:
+                pieces += [piece for piece in one if piece is not None]
+        return pieces
+
+    @cached_property
+    def _pieces_of(self) -> Mapping[str, list[Piece]]:
+        """By name, those that have a view."""
+        found: dict[str, list[Piece]] = {spec.name: [] for spec in self.specs if spec.numel}
+        for piece in self.pieces:
+            if piece.tensor is None:
+                del found[piece.name]
+            else:
+                found[piece.name].append(piece)
         return found
 
     def renew(self) -> None:
@@ -238,10 +259,13 @@ class LoadedWeights:
         self.layers.write(name, offset, data)
 
     def read(self, names: Iterable[str]) -> Iterator[tuple[str, torch.Tensor | None]]:
-        """Puts whole tensors together again; all workers of an engine read at the same time.
+        """What this worker keeps; all workers of an engine read at the same time.
+
+        Whole tensors are put together again where they are written by calls.
 
         Yields:
-            Each with its name; None for a tensor that an engine has only as its hook processed it.
+            Each piece of :attr:`pieces` with its name; None for a tensor that an engine has only as
+            its hook processed it.
 
         Raises:
             RefitCorrupted: The engine has other values than its loader computes of a tensor.
@@ -249,10 +273,14 @@ class LoadedWeights:
         by_name = {spec.name: spec for spec in self.specs}
         for name in names:
             spec = by_name[name]
-            regions = self.regions[spec.alias_of or name]
-            if (spec.alias_of or name) in self.collected:
+            owner = spec.alias_of or name
+            if owner in self.collected:
                 yield name, None
                 continue
+            if (kept := self._pieces_of.get(owner)) is not None:
+                yield from ((name, piece.tensor) for piece in kept)
+                continue
+            regions = self.regions[owner]
             if not all(torch.equal(r.computed, r.target) for r in regions if r.steps):
                 raise RefitCorrupted(
                     f"{name}: the engine has other values than its loader computes of this tensor",
@@ -260,9 +288,6 @@ class LoadedWeights:
                     "make the first refit without staged; else report it to the engine's plugin",
                     tensor=name,
                 )
-            if len(regions) == self._workers == 1 and regions[0].is_all(spec.numel):
-                yield name, regions[0].place.view(spec.shape).to(spec.torch_dtype)
-                continue
             whole = torch.zeros(spec.numel, dtype=spec.torch_dtype)
             for region in regions:
                 region.read(whole)
@@ -358,7 +383,7 @@ class LoadedSink(WeightSink):
 
     def begin(self, version: int) -> None:
         """Finds out where every tensor goes, before anything is written."""
-        _ = self._loaded.regions
+        _ = self._loaded.pieces
         self._loaded.check()  # layers that computed since may have kept something
         self._loaded.layers.begin()
         self._state = "begin"
@@ -393,9 +418,9 @@ class LoadedSink(WeightSink):
         """See :meth:`WeightSink.write`."""
         self._loaded.write(name, offset, data)
 
-    def targets(self) -> Mapping[str, torch.Tensor] | None:
-        """See :meth:`WeightSink.targets`."""
-        return self._loaded.targets
+    def pieces(self) -> Sequence[Piece]:
+        """See :meth:`WeightSink.pieces`."""
+        return self._loaded.pieces
 
     @torch.no_grad()
     def read(self, names: Iterable[str]) -> Iterator[tuple[str, torch.Tensor | None]]:

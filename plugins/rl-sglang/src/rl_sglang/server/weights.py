@@ -14,10 +14,11 @@ from typing import TYPE_CHECKING
 import torch
 
 from rl_core.errors import ConfigError, PluginError
-from rl_core.interfaces import WeightSink
+from rl_core.interfaces import Piece, WeightSink
+from rl_core.weights.tensors import whole_pieces
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Sequence
 
     from rl_core.interfaces import TensorSpec
     from rl_sglang.server.peer import Server
@@ -179,9 +180,9 @@ class DiskSink(WeightSink):
         target = self._file.get(self._specs).tensors[name].view(-1)
         target[offset : offset + data.numel()].copy_(data)
 
-    def targets(self) -> Mapping[str, torch.Tensor] | None:
-        """See :meth:`WeightSink.targets`: the file."""
-        return self._file.get(self._specs).tensors
+    def pieces(self) -> Sequence[Piece] | None:
+        """See :meth:`WeightSink.pieces`: the file."""
+        return whole_pieces(self._file.get(self._specs).tensors)
 
     def finish(self, version: int) -> None:
         """See :meth:`WeightSink.finish`.

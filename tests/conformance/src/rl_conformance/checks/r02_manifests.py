@@ -121,15 +121,17 @@ def the_source_matches_its_description(ctx: Context) -> None:
             same_weights(
                 dict(given), {name: before[name] for name in chosen}, "tensors(names) of some names"
             )
-        kept = source.persistent()
-        if kept is not None:
-            same(
-                sorted(specs.keys() - kept.keys()), [], "names missing in the source's persistent()"
-            )
+        pieces = source.pieces()
+        if pieces is not None:
+            missing = specs.keys() - {piece.name for piece in pieces}
+            same(sorted(missing), [], "names missing in the source's pieces()")
             same_weights(
-                {n: kept[n].detach().cpu() for n in specs},
-                {n: before[n] for n in specs},
-                "persistent()",
+                {str(p[:2]): p.tensor.detach().cpu() for p in pieces},
+                {
+                    str(p[:2]): before[p.name][tuple(slice(*ends) for ends in p.box)].clone()
+                    for p in pieces
+                },
+                "pieces()",
             )
         policy.prepare_for_training()
         policy.train(training_batch((9, 14, 6)), NegativeLogLikelihood())

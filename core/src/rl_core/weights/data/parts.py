@@ -1,0 +1,304 @@
+"""Parts: each tensor, cut wherever a piece of some rank or engine ends.
+
+Plans, digests and messages are about parts. Both sides derive them from the same cuts. A tensor
+that nobody cuts is its only part, so that a refit between whole models has no others.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import pairwise, product
+from typing import TYPE_CHECKING, Self, TypeAlias
+
+from rl_core.errors import ManifestMismatchError, RefitProtocolError
+from rl_core.interfaces.weights import Box, TensorSpec
+from rl_core.weights.data.manifest import WeightManifest, dtype_of
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+
+    import torch
+
+    from rl_core.interfaces.weights import Piece
+
+__all__ = [
+    "Layout",
+    "Part",
+    "Partition",
+    "box_of",
+    "check_layout",
+    "layout_of",
+    "narrowed",
+    "runs_in",
+    "sizes_of",
+]
+
+#: The boxes that one process has of each tensor, by its index in ``owned``; absent is all of it.
+Layout: TypeAlias = Mapping[int, Sequence[Box]]
+#: By index of a tensor, for each dimension the indices at which it is cut.
+Cuts: TypeAlias = Mapping[int, tuple[tuple[int, ...], ...]]
+
+
+class Part(TensorSpec, frozen=True):
+    """Some elements of a tensor; its own ``name`` and ``shape`` are those of the part.
+
+    Attributes:
+        of: Name of the tensor.
+        at: Index of the first element in each dimension of the tensor.
+    """
+
+    of: str = ""
+    at: tuple[int, ...] = ()
+
+
+def box_of(spec: TensorSpec) -> Box:
+    """Which elements of its tensor a part has."""
+    at = spec.at if isinstance(spec, Part) else (0,) * len(spec.shape)
+    return tuple((first, first + size) for first, size in zip(at, spec.shape, strict=True))
+
+
+def sizes_of(box: Box) -> tuple[int, ...]:
+    """The shape of a tensor with these elements."""
+    return tuple(after - first for first, after in box)
+
+
+def narrowed(tensor: torch.Tensor, box: Box, part: TensorSpec) -> torch.Tensor:
+    """The elements of a part, in the tensor of a piece with that box."""
+    if tensor.shape == part.shape:
+        return tensor
+    at = [first - start for (first, _), (start, _) in zip(box_of(part), box, strict=True)]
+    return tensor[tuple(slice(n, n + size) for n, size in zip(at, part.shape, strict=True))]
+
+
+def place_in(
+    sizes: Sequence[int], start: Sequence[int], part: TensorSpec
+) -> tuple[int, tuple[int, ...]]:
+    """Where a part is in a contiguous tensor: index of its first element there, and strides.
+
+    Args:
+        sizes: Of that tensor.
+        start: Its own first index in each dimension of the whole tensor.
+        part: Some of its elements.
+    """
+    strides, step, first = [0] * len(sizes), 1, 0
+    for dim in reversed(range(len(sizes))):
+        strides[dim] = step
+        first += (box_of(part)[dim][0] - start[dim]) * step
+        step *= sizes[dim]
+    return first, tuple(strides)
+
+
+def runs_in(
+    shape: Sequence[int], part: TensorSpec, offset: int, count: int
+) -> Iterator[tuple[int, slice]]:
+    """Where a run of a part's elements is in the flattened tensor of a shape.
+
+    Yields:
+        The index of each stretch of them there, and which of the run's elements these are.
+    """
+    first, strides = place_in(shape, (0,) * len(shape), part)
+    width, dim = 1, len(shape)
+    while dim and (dim == len(shape) or part.shape[dim] == shape[dim]):
+        dim -= 1
+        width *= part.shape[dim]
+    done = 0
+    while done < count:
+        row, within = divmod(offset + done, width)
+        some = min(width - within, count - done)
+        place = first + within
+        for size, stride in zip(reversed(part.shape[:dim]), reversed(strides[:dim]), strict=True):
+            row, index = divmod(row, size)
+            place += index * stride
+        yield place, slice(done, done + some)
+        done += some
+
+
+def layout_of(manifest: WeightManifest, pieces: Iterable[Piece] | None) -> dict[int, list[Box]]:
+    """The boxes of pieces; those of aliases are not looked at.
+
+    Raises:
+        ManifestMismatchError: A piece is not in its tensor, or has another shape or dtype.
+    """
+    if pieces is None:
+        return {}
+    found: dict[int, list[Box]] = {index: [] for index in range(len(manifest.owned))}
+    whole = manifest.boxes
+    for piece in pieces:
+        if (index := manifest.index.get(piece.name)) is None:
+            continue
+        spec, box, tensor = manifest.owned[index], piece.box, piece.tensor
+        if box == whole[index] and (tensor is None or tensor.shape == spec.shape):
+            found[index] = found[index] or whole[index : index + 1]
+            continue
+        fits = tensor is None or tensor.shape == sizes_of(box)
+        if not _is_within(box, spec.shape) or not fits:
+            shape = None if tensor is None else list(tensor.shape)
+            raise ManifestMismatchError(
+                f"{piece.name}: a piece has the box {list(box)} and a tensor of shape {shape}; the "
+                f"whole tensor is {list(spec.shape)} {spec.dtype}",
+                fix="correct the boxes that pieces() of the weight source or sink gives",
+                misshaped=[piece.name],
+            )
+        if box not in found[index]:  # the engine may have it twice
+            found[index].append(box)
+    return {n: boxes for n, boxes in found.items() if boxes != whole[n : n + 1]}
+
+
+def check_layout(manifest: WeightManifest, layout: Layout, peer: str) -> None:
+    """Raises RefitProtocolError for boxes, sent by ``peer``, that are in no tensor."""
+    for index, boxes in layout.items():
+        known = 0 <= index < len(manifest.owned)
+        if not known or not all(_is_within(box, manifest.owned[index].shape) for box in boxes):
+            raise RefitProtocolError(
+                f"{peer} has pieces of other tensors than the trainer", phase="DISCOVER", peer=peer
+            )
+
+
+def _is_within(box: Box, shape: Sequence[int]) -> bool:
+    return len(box) == len(shape) and all(
+        0 <= first < after <= size for (first, after), size in zip(box, shape, strict=True)
+    )
+
+
+@dataclass(frozen=True)
+class Partition:
+    """The parts of all tensors of a manifest.
+
+    Attributes:
+        whole: The tensors.
+        cuts: Of those that are cut.
+    """
+
+    whole: WeightManifest
+    cuts: Cuts = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, whole: WeightManifest, layouts: Iterable[Layout], last: Self | None = None) -> Self:
+        """The coarsest one in which each piece is some parts; ``last`` itself if it is the same."""
+        edges: dict[int, list[set[int]]] = {}
+        for layout in layouts:
+            for index, boxes in layout.items():
+                shape = whole.owned[index].shape
+                found = edges.setdefault(index, [set() for _ in shape])
+                for box in boxes:
+                    for inner, ends, size in zip(found, box, shape, strict=True):
+                        inner.update(end for end in ends if 0 < end < size)
+        cuts = {
+            index: tuple(tuple(sorted(inner)) for inner in found)
+            for index, found in sorted(edges.items())
+            if any(found)
+        }
+        made = cls(whole, cuts)
+        return last if last is not None and last == made else made
+
+    @classmethod
+    def checked(cls, whole: WeightManifest, cuts: Cuts, last: Self | None = None) -> Self:
+        """The partition with cuts that another process sent.
+
+        Raises:
+            RefitProtocolError: They are no cuts of these tensors.
+        """
+        for index, inner in cuts.items():
+            known = 0 <= index < len(whole.owned)
+            shape = whole.owned[index].shape if known else ()
+            sound = (
+                known
+                and len(inner) == len(shape)
+                and all(
+                    list(at) == sorted({*at}) and all(0 < a < size for a in at)
+                    for at, size in zip(inner, shape, strict=True)
+                )
+            )
+            if not sound:
+                raise RefitProtocolError(
+                    "the sender cuts tensors of another model", phase="PREPARE"
+                )
+        made = cls(whole, dict(cuts))
+        return last if last is not None and last == made else made
+
+    @cached_property
+    def _parts(self) -> tuple[WeightManifest, list[int]]:
+        """All parts, and the number of the first one of each tensor."""
+        parts: list[TensorSpec] = []
+        starts = [0]
+        for index, spec in enumerate(self.whole.owned):
+            if index in self.cuts:
+                edges = zip(self.cuts[index], spec.shape, strict=True)
+                for box in product(*(pairwise((0, *inner, size)) for inner, size in edges)):
+                    name = f"{spec.name}[{','.join(f'{first}:{after}' for first, after in box)}]"
+                    at, fields = tuple(first for first, _ in box), (spec.role, None, spec.trainable)
+                    parts.append(Part(name, sizes_of(box), spec.dtype, *fields, spec.name, at))
+            else:
+                parts.append(spec)
+            starts.append(len(parts))
+        return (WeightManifest(tuple(parts)) if self.cuts else self.whole), starts
+
+    @property
+    def manifest(self) -> WeightManifest:
+        """The parts as tensors, in the order of their tensors; ``whole`` if nothing is cut."""
+        return self._parts[0]
+
+    def of_tensor(self, index: int) -> range:
+        """Indices of the parts of a tensor."""
+        starts = self._parts[1]
+        return range(starts[index], starts[index + 1])
+
+    def tensor_of(self, part: int) -> TensorSpec:
+        """The tensor of a part."""
+        spec = self.manifest.owned[part]
+        return self.whole.by_name[spec.of] if isinstance(spec, Part) else spec
+
+    def of_box(self, index: int, box: Box) -> list[int]:
+        """Indices of the parts of a box."""
+        parts = self.of_tensor(index)
+        if index not in self.cuts:
+            return list(parts)
+        shape = self.whole.owned[index].shape
+        number, ranges = 1, []
+        for inner, size, ends in zip(
+            reversed(self.cuts[index]), reversed(shape), reversed(box), strict=True
+        ):
+            side = (0, *inner, size)
+            first, after = (bisect_left(side, end) for end in ends)
+            ranges.append(range(first * number, after * number, number))
+            number *= len(side) - 1
+        return sorted(parts.start + sum(place) for place in product(*ranges))
+
+    def mask(self, layout: Layout) -> bytes:
+        """A byte for each part, 1 for those that a process with this layout has."""
+        found = bytearray(b"\1") * len(self.manifest.owned)
+        for index, boxes in layout.items():
+            parts = self.of_tensor(index)
+            found[parts.start : parts.stop] = bytes(len(parts))
+            for box in boxes:
+                for part in self.of_box(index, box):
+                    found[part] = 1
+        return bytes(found)
+
+    def places(self, layout: Layout, align: int) -> tuple[list[tuple[int, tuple[int, ...]]], int]:
+        """Where each part is if the pieces of a process lie one after another.
+
+        Args:
+            layout: Its pieces.
+            align: Bytes to which each piece is aligned.
+
+        Returns:
+            The first byte and the strides in elements of each part (-1 and none if it is not
+            there), and the end of them all.
+        """
+        found: list[tuple[int, tuple[int, ...]]] = [(-1, ())] * len(self.manifest.owned)
+        position = 0
+        for index, spec in enumerate(self.whole.owned):
+            itemsize = dtype_of(spec).itemsize
+            for box in layout.get(index, [box_of(spec)]):
+                for part in self.of_box(index, box):
+                    start = [first for first, _ in box]
+                    first, strides = place_in(sizes_of(box), start, self.manifest.owned[part])
+                    found[part] = position + first * itemsize, strides
+                count = math.prod(sizes_of(box))
+                position = -(-(position + count * itemsize) // align) * align
+        return found, position

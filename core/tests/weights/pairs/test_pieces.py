@@ -1,0 +1,186 @@
+"""Engines that keep pieces of tensors: each gets those elements and no others."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import pytest
+import torch
+from simple_pair import SOON, DictSink, Engine, Replicas, Tensors, Trainer, blank, go
+
+from rl_core.errors import ManifestMismatchError, RefitCorrupted
+from rl_core.interfaces import Box, Piece, TensorSpec
+from rl_core.weights.tensors import tensor_specs, write_run
+
+SHAPES = {"rows": (12, 8), "columns": (6, 32), "norm": (16,), "scalar": (), "experts": (4, 6, 5)}
+
+
+def make() -> Tensors:
+    torch.manual_seed(0)
+    return {name: torch.randn(shape) for name, shape in SHAPES.items()}
+
+
+def boxes(rank: int, ranks: int) -> dict[str, list[Box]]:
+    """As tensor parallelism cuts, with experts spread; one whole tensor goes through calls."""
+
+    def part(size: int) -> tuple[int, int]:
+        return size * rank // ranks, size * (rank + 1) // ranks
+
+    return {
+        "rows": [(part(12), (0, 8))],
+        "columns": [((0, 6), part(32))],
+        "norm": [((0, 16),)],
+        "scalar": [()],
+        "experts": [((n, n + 1), (0, 6), (0, 5)) for n in range(4) if n % ranks == rank],
+    }
+
+
+class PieceSink(DictSink):
+    """Keeps pieces: strided ones in a larger parameter, and ``norm`` by calls."""
+
+    def __init__(self, rank: int, ranks: int, *, strided: bool) -> None:
+        super().__init__({})
+        self.kept: list[Piece] = []
+        self.called: list[int] = []
+        for name, found in boxes(rank, ranks).items():
+            for box in found:
+                sizes = [after - first for first, after in box]
+                wider = torch.zeros(*sizes[:-1], sizes[-1] + 3 * strided) if sizes else None
+                tensor = torch.zeros(()) if wider is None else wider[..., : sizes[-1]]
+                self.kept.append(Piece(name, box, tensor))
+        self.norm = torch.zeros(16)
+        self.lose = ""
+
+    def specs(self) -> Sequence[TensorSpec]:
+        return tensor_specs({name: torch.empty(shape) for name, shape in SHAPES.items()})
+
+    def pieces(self) -> Sequence[Piece]:
+        return [p._replace(tensor=None) if p.name == "norm" else p for p in self.kept]
+
+    def write(self, name: str, offset: int, data: torch.Tensor, *, of: TensorSpec) -> None:
+        assert name == "norm"
+        self.called.append(len(data))
+        write_run(self.norm, offset, data)
+
+    def read(self, names: Iterable[str]) -> Iterator[tuple[str, torch.Tensor]]:
+        for name in names:
+            for piece in self.kept:
+                if piece.name == name:
+                    tensor = self.norm if name == "norm" else piece.tensor
+                    yield name, torch.zeros_like(tensor) if name == self.lose else tensor
+
+
+def engines(keep: Any, ranks: int, *, strided: bool = False) -> list[Engine]:
+    made = []
+    for rank in range(ranks):
+        engine = keep(Engine({}))
+        engine.sink = PieceSink(rank, ranks, strided=strided)
+        made.append(engine)
+    return made
+
+
+def right(trainer: Trainer, engine: Engine) -> bool:
+    whole = trainer.source.tensor
+    pieces = [
+        (engine.sink.norm if p.name == "norm" else p.tensor, whole[p.name], p.box)
+        for p in engine.sink.kept
+    ]
+    return all(
+        torch.equal(tensor, of[tuple(slice(*ends) for ends in box)]) for tensor, of, box in pieces
+    )
+
+
+def kept_bytes(engine: Engine) -> int:
+    return sum(piece.tensor.nbytes for piece in engine.sink.kept)
+
+
+@pytest.mark.parametrize("strided", [False, True])
+@pytest.mark.parametrize("at_home", [False, True])
+@pytest.mark.parametrize("verify", ["none", "wire", "installed"])
+@pytest.mark.parametrize("isolation", ["quiesced", "staged"])
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_each_engine_gets_what_it_keeps(keep, ranks, isolation, verify, at_home, strided):
+    trainer = keep(Trainer(make(), at_home=at_home))
+    parts = engines(keep, ranks, strided=strided)
+    for _ in range(2):
+        for tensor in trainer.source.tensor.values():
+            tensor.add_(1)
+        report = go(trainer, Replicas(*parts), isolation=isolation, verify=verify, bucket_bytes=256)
+        assert report.mode == ("direct" if at_home else "packed")
+        assert all(right(trainer, engine) for engine in parts)
+
+
+@pytest.mark.parametrize("at_home", [False, True])
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_no_byte_is_received_that_is_not_kept(keep, ranks, at_home):
+    trainer, parts = keep(Trainer(make(), at_home=at_home)), engines(keep, ranks)
+    Replicas(*parts).prepare_refit_info(trainer.prepare_refit_info())
+    sending = trainer.sender.send(receivers=ranks, deadline_s=SOON)
+    received = [engine.receiver.receive(deadline_s=SOON) for engine in parts]
+    assert sending.result(SOON)["version"] == 1
+    for engine, done in zip(parts, received, strict=True):
+        assert done.result(SOON)["bytes"] == kept_bytes(engine)
+
+
+@pytest.mark.parametrize("at_home", [False, True])
+def test_a_delta_sends_the_parts_that_changed(keep, at_home):
+    trainer, parts = keep(Trainer(make(), at_home=at_home)), engines(keep, 2)
+    go(trainer, Replicas(*parts))
+    trainer.source.tensor["rows"][11] += 1
+    trainer.source.tensor["experts"][0] += 1
+    report = go(trainer, Replicas(*parts), delta=True, verify="installed")
+    assert report.bytes == 6 * 8 * 4 + 6 * 5 * 4
+    assert all(right(trainer, engine) for engine in parts)
+
+
+def test_engines_of_several_layouts_take_one_refit(keep):
+    trainer = keep(Trainer(make()))
+    whole = keep(Engine(blank(make())))
+    parts = [whole, *engines(keep, 2), *engines(keep, 3)]
+    go(trainer, Replicas(*parts), verify="installed")
+    assert all(right(trainer, engine) for engine in parts[1:])
+    assert all(torch.equal(t, trainer.source.tensor[n]) for n, t in whole.sink.tensor.items())
+
+
+def test_a_late_engine_of_another_layout_gets_the_same_version(keep):
+    trainer, whole, late = keep(Trainer(make())), keep(Engine(blank(make()))), engines(keep, 2)
+    go(trainer, whole, version=7)
+    report = go(trainer, Replicas(*late), version=7)
+    assert report.version == 7
+    assert all(right(trainer, engine) for engine in late)
+
+
+def test_a_piece_that_is_not_installed_is_named(keep):
+    trainer, parts = keep(Trainer(make())), engines(keep, 2)
+    parts[1].sink.lose = "columns"
+    with pytest.raises(RefitCorrupted, match=r"not installed as they arrived \(1\): columns"):
+        go(trainer, Replicas(*parts), verify="installed")
+
+
+def test_a_hole_in_the_trainers_pieces_is_named_before_anything_is_touched(keep):
+    trainer, parts = keep(Trainer(make(), at_home=True)), engines(keep, 2)
+    whole = trainer.source.tensor
+    given = [Piece.whole(name, tensor) for name, tensor in whole.items() if name != "rows"]
+    given.append(Piece("rows", ((0, 11), (0, 8)), whole["rows"][:11]))
+    trainer.source.pieces = lambda: given
+    with pytest.raises(ManifestMismatchError, match=r"no rows\[11:12,0:8\], which engine keeps"):
+        go(trainer, Replicas(*parts))
+    assert not any(engine.sink.called for engine in parts)
+
+
+def test_a_trainer_sends_tensors_that_it_has_in_pieces(keep):
+    trainer, parts = keep(Trainer(make(), at_home=True)), engines(keep, 2)
+    given = []
+    for name, tensor in trainer.source.tensor.items():
+        half = len(tensor) // 2 if tensor.dim() else 0
+        if not half:
+            given.append(Piece.whole(name, tensor))
+            continue
+        inner = tuple((0, size) for size in tensor.shape[1:])
+        given.append(Piece(name, ((0, half), *inner), tensor[:half]))
+        given.append(Piece(name, ((half, len(tensor)), *inner), tensor[half:]))
+    trainer.source.pieces = lambda: given
+    report = go(trainer, Replicas(*parts), verify="installed")
+    assert report.mode == "packed"
+    assert all(right(trainer, engine) for engine in parts)

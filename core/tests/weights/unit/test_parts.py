@@ -1,0 +1,172 @@
+"""Parts: the cuts that boxes of many ranks make, against what single elements show."""
+
+from __future__ import annotations
+
+from collections import Counter
+from itertools import pairwise, product
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rl_core.errors import ManifestMismatchError, RefitProtocolError
+from rl_core.interfaces import Box, Piece, TensorSpec
+from rl_core.weights.data.manifest import WeightManifest, dtype_of
+from rl_core.weights.data.parts import (
+    Partition,
+    box_of,
+    check_layout,
+    layout_of,
+    narrowed,
+    runs_in,
+)
+from rl_core.weights.data.plan import ALIGN, DataMode, make_plan
+
+SHAPES = st.lists(st.integers(1, 7), max_size=3).map(tuple)
+
+
+@st.composite
+def cut(draw: st.DrawFn, shape: tuple[int, ...]) -> list[Box]:
+    """What the ranks of a mesh have of a tensor: even or uneven chunks of some dimensions."""
+    sides = []
+    for size in shape:
+        inner = draw(st.sets(st.integers(1, size - 1), max_size=3)) if size > 1 else set()
+        edges = [0, *sorted(inner), size]
+        sides.append(list(pairwise(edges)))
+    return [tuple(box) for box in product(*sides)]
+
+
+@st.composite
+def models(draw: st.DrawFn) -> tuple[WeightManifest, list[dict[int, list[Box]]]]:
+    """Tensors, and the layouts of some processes: each has some boxes of its side's mesh."""
+    specs = [
+        TensorSpec(f"t{i}", shape, draw(st.sampled_from(["float32", "bfloat16", "int64"])))
+        for i, shape in enumerate(draw(st.lists(SHAPES, min_size=1, max_size=4)))
+    ]
+    manifest = WeightManifest(tuple(specs))
+    layouts: list[dict[int, list[Box]]] = []
+    for _ in range(draw(st.integers(1, 3))):
+        meshes = [draw(cut(spec.shape)) for spec in specs]
+        layouts += [
+            {
+                index: draw(st.lists(st.sampled_from(mesh), unique=True))
+                for index, mesh in enumerate(meshes)
+                if draw(st.booleans())
+            }
+            for _ in range(draw(st.integers(1, 3)))
+        ]
+    return manifest, layouts
+
+
+def elements(shape: tuple[int, ...], boxes: list[Box]) -> Counter[tuple[int, ...]]:
+    return Counter(at for box in boxes for at in product(*(range(*ends) for ends in box)))
+
+
+@given(models())
+def test_the_parts_of_a_tensor_are_its_elements_once(model):
+    manifest, layouts = model
+    parts = Partition.of(manifest, layouts)
+    for index, spec in enumerate(manifest.owned):
+        boxes = [box_of(parts.manifest.owned[n]) for n in parts.of_tensor(index)]
+        assert elements(spec.shape, boxes) == elements(spec.shape, [box_of(spec)])
+        assert all(parts.tensor_of(n) is spec for n in parts.of_tensor(index))
+
+
+@given(models())
+def test_what_a_process_has_is_some_whole_parts_and_no_other_element(model):
+    manifest, layouts = model
+    parts = Partition.of(manifest, layouts)
+    for layout in layouts:
+        mask = parts.mask(layout)
+        for index, spec in enumerate(manifest.owned):
+            mine = [box_of(parts.manifest.owned[n]) for n in parts.of_tensor(index) if mask[n]]
+            boxes = layout.get(index, [box_of(spec)])
+            assert set(elements(spec.shape, mine)) == set(elements(spec.shape, boxes))
+
+
+@given(models())
+def test_both_sides_derive_the_same_parts_from_the_cuts(model):
+    manifest, layouts = model
+    parts = Partition.of(manifest, layouts)
+    other = Partition.checked(WeightManifest(manifest.tensors), dict(parts.cuts))
+    assert other.manifest.digest == parts.manifest.digest
+    assert Partition.of(manifest, layouts, parts) is parts
+
+
+@given(models())
+def test_a_tensor_that_nobody_cuts_is_its_only_part(model):
+    manifest, _ = model
+    parts = Partition.of(manifest, [{}, {}])
+    assert parts.manifest is manifest
+
+
+@given(models(), st.integers(ALIGN, 300), st.data())
+def test_a_plan_finds_every_part_in_a_direct_lane(model, bucket_bytes, data):
+    """The lane has the pieces of a process, one after another; parts are strided views of them."""
+    manifest, layouts = model
+    parts = Partition.of(manifest, layouts)
+    layout = data.draw(st.sampled_from(layouts))
+    here = parts.mask(layout)
+    skip = bytes(1 - has for has in here)
+    plan = make_plan(parts, bucket_bytes, DataMode.DIRECT, skip=skip, layout=layout)
+    lane = torch.zeros(max(plan.lane_bytes, 1), dtype=torch.uint8)
+    whole, start = {}, 0
+    for index, spec in enumerate(manifest.owned):
+        whole[spec.name] = torch.arange(spec.numel).to(dtype_of(spec)).view(spec.shape)
+        for box in layout.get(index, [box_of(spec)]):
+            piece = whole[spec.name][tuple(slice(*ends) for ends in box)].contiguous()
+            lane[start : start + piece.nbytes] = piece.reshape(-1).view(torch.uint8)
+            start = -(-(start + piece.nbytes) // ALIGN) * ALIGN
+    seen: dict[int, list[Any]] = {}
+    for segment in (s for bucket in plan.buckets for s in bucket.segments):
+        run = segment.part_in(lane).reshape(-1) if segment.strides else segment.of(lane)
+        first = segment.offset if segment.strides else 0
+        seen.setdefault(segment.tensor, []).extend(run[first : first + segment.elements].tolist())
+    for number, part in enumerate(parts.manifest.owned):
+        tensor = whole[parts.tensor_of(number).name]
+        right = narrowed(tensor, box_of(parts.tensor_of(number)), part)
+        assert seen.get(number, []) == (right.reshape(-1).tolist() if here[number] else [])
+
+
+@given(models(), st.data())
+def test_a_run_of_a_part_is_some_stretches_of_the_tensor(model, data):
+    manifest, layouts = model
+    parts = Partition.of(manifest, layouts)
+    number = data.draw(st.integers(0, len(parts.manifest.owned) - 1))
+    part, spec = parts.manifest.owned[number], parts.tensor_of(number)
+    offset = data.draw(st.integers(0, part.numel - 1))
+    count = data.draw(st.integers(1, part.numel - offset))
+    whole = torch.arange(spec.numel).view(spec.shape)
+    run = narrowed(whole, box_of(spec), part).reshape(-1)[offset : offset + count]
+    found = torch.full((count,), -1)
+    for place, some in runs_in(spec.shape, part, offset, count):
+        assert (found[some] == -1).all()
+        found[some] = whole.view(-1)[place : place + (some.stop - some.start)]
+    assert torch.equal(found, run)
+
+
+W = TensorSpec("w", (4, 6), "float32")
+
+
+@pytest.mark.parametrize(
+    "box", [((0, 5), (0, 6)), ((2, 2), (0, 6)), ((0, 4),), ((-1, 3), (0, 6)), ((0, 4), (0, 5))]
+)
+def test_a_piece_that_is_not_in_its_tensor_is_a_mismatch(box):
+    with pytest.raises(ManifestMismatchError, match="w: a piece has the box"):
+        layout_of(WeightManifest((W,)), [Piece("w", box, torch.zeros(4, 6))])
+
+
+@pytest.mark.parametrize("layout", [{1: []}, {0: [((0, 5), (0, 6))]}, {0: [()]}, {-1: []}])
+def test_boxes_of_another_model_are_refused(layout):
+    with pytest.raises(RefitProtocolError, match="engine has pieces of other tensors"):
+        check_layout(WeightManifest((W,)), layout, "engine")
+
+
+@pytest.mark.parametrize(
+    "cuts", [{1: ()}, {0: ((2,),)}, {0: ((0,), ())}, {0: ((3, 2), ())}, {0: ((4,), ())}]
+)
+def test_cuts_of_another_model_are_refused(cuts):
+    with pytest.raises(RefitProtocolError, match="cuts tensors of another model"):
+        Partition.checked(WeightManifest((W,)), cuts)
