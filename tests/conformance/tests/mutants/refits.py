@@ -138,7 +138,7 @@ class _Snapshot(NamedTensorSource):
         return whole_pieces(self._kept)
 
 
-@breaks("R1", "R9")
+@breaks("R1", "R9", "R12")
 class EnginesReadACopy(ReferencePolicy):
     """What engines read in place is a copy that training does not reach."""
 
