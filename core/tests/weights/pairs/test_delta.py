@@ -312,18 +312,3 @@ def test_after_a_failure_at_the_end_nothing_is_sent_again(pair):
     assert go(trainer, engine, verify="installed", **DELTA).bytes == 0
     engine.receiver.check()
     assert same(trainer.source.tensor, engine.sink.tensor)
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-@pytest.mark.parametrize("at_home", [False, True])
-def test_on_a_gpu_what_is_held_is_verified_although_nothing_is_sent(keep, at_home):
-    tensors = {name: t.to("cuda:0") for name, t in make_persistent().items()}
-    trainer = keep(Trainer(tensors, at_home=at_home))
-    engine = keep(Engine({n: torch.zeros_like(t) for n, t in tensors.items()}, kind=InPlaceSink))
-    trainer.source.device = engine.sink.device = "cuda:0"
-    go(trainer, engine)
-    assert go(trainer, engine, verify="installed", **DELTA).bytes == 0
-    engine.sink.tensor["half"].zero_()
-    _, receiver = fails(trainer, engine, verify="installed", **DELTA)
-    assert isinstance(receiver, RefitCorrupted)

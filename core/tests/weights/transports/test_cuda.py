@@ -14,10 +14,11 @@ from typing import Any
 import msgspec
 import pytest
 import torch
+from simple_pair import Engine, InPlaceSink, Trainer, fails, go, make_persistent
 
 from rl_collective import collective, groups
 from rl_collective.collective import COLLECTIVE
-from rl_core.errors import ConfigError, RefitError, RefitProtocolError
+from rl_core.errors import ConfigError, RefitCorrupted, RefitError, RefitProtocolError
 from rl_core.weights.data.digests import BlockHash, Hasher, tensor_digest
 from rl_core.weights.transports import cuda, ipc
 from rl_core.weights.transports.base import CPU, NoLane
@@ -365,3 +366,18 @@ def test_a_failed_peer_ends_no_process_and_the_environment_is_as_it_was(
     monkeypatch.delenv("TORCH_NCCL_ENABLE_MONITORING")
     with groups._survive_errors():
         assert os.environ["TORCH_NCCL_ENABLE_MONITORING"] == "0"
+
+
+@gpu
+@needs_gpu
+@pytest.mark.parametrize("at_home", [False, True])
+def test_on_a_gpu_what_is_held_is_verified_although_nothing_is_sent(keep, at_home):
+    tensors = {name: t.to("cuda:0") for name, t in make_persistent().items()}
+    trainer = keep(Trainer(tensors, at_home=at_home))
+    engine = keep(Engine({n: torch.zeros_like(t) for n, t in tensors.items()}, kind=InPlaceSink))
+    trainer.source.device = engine.sink.device = "cuda:0"
+    go(trainer, engine)
+    assert go(trainer, engine, verify="installed", delta=True).bytes == 0
+    engine.sink.tensor["half"].zero_()
+    _, receiver = fails(trainer, engine, verify="installed", delta=True)
+    assert isinstance(receiver, RefitCorrupted)

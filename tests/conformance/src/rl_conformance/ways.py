@@ -32,6 +32,7 @@ __all__ = [
 def settable_trainer(ctx: Context, *, seed: int = 1) -> Any:
     """The suite's own policy; a check may change its ``model``; it fits :func:`engine_for`."""
     config = {"model_name": str(ctx.model("qwen2", seed=seed)), "torch_dtype": ctx.settings.dtype}
+    config["device"] = ctx.settings.device
     return ctx.closing(make_reference("policy", config))
 
 
@@ -45,9 +46,8 @@ def engine_for(ctx: Context, side: str) -> Any:
     if side == "engine":
         return ctx.refit_generation()
     config = {"model_name": str(ctx.model("qwen2", seed=0)), "max_new_tokens": 3}
-    generation = ctx.closing(
-        make_reference("generation", config | {"torch_dtype": ctx.settings.dtype})
-    )
+    config |= {"torch_dtype": ctx.settings.dtype, "device": ctx.settings.device}
+    generation = ctx.closing(make_reference("generation", config))
     generation.prepare_for_generation()
     return generation
 

@@ -323,6 +323,7 @@ def what_arrives_is_what_is_saved(ctx: Context) -> None:
 def every_family_serves_what_arrived(ctx: Context, family: str) -> None:
     """Tied and untied architectures, again and again: their log-probs are the policy's."""
     config = {"model_name": str(ctx.model(family, seed=1)), "torch_dtype": ctx.settings.dtype}
+    config["device"] = ctx.settings.device
     policy = ctx.closing(make_reference("policy", config))
     engine = ctx.fresh_generation(model_name=str(ctx.model(family, seed=0)))
     engine.prepare_for_generation()
@@ -394,7 +395,7 @@ def adapters_of_a_policy_are_sent_alone(ctx: Context) -> None:
     policy.save_checkpoint(str(path))
     base = checkpoint_weights(ctx.model("qwen2", seed=1))
     saved = checkpoint_weights(path)
-    changed = {name for name, tensor in base.items() if not torch.equal(saved[name], tensor)}
+    changed = {n for n, tensor in base.items() if not torch.equal(saved[n], tensor.to(saved[n]))}
     layers = {f"base_model.model.{name.removesuffix('.weight')}": name for name in changed}
     names = {f"{layer}.lora_{kind}.weight" for layer in layers for kind in "AB"}
     same(sorted(engine.tensors), sorted(names), "the tensors that are sent")

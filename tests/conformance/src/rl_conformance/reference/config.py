@@ -13,26 +13,30 @@ Dtype = Literal["float32", "bfloat16"]
 
 
 class ReferenceGenerationConfig(GenerationConfig):
-    """A :class:`GenerationConfig` and the dtypes.
+    """A :class:`GenerationConfig`, the device and the dtypes.
 
     Attributes:
+        device: Of the weights. Default ``"cpu"``.
         torch_dtype: Of the weights.
         kv_cache_dtype: ``"fp8"`` rounds keys and values. Default ``"auto"``, which does not.
         lora: Serve adapters of all linear layers but the output; ``target_modules`` is not read.
     """
 
+    device: NotRequired[str]
     torch_dtype: NotRequired[Dtype]
     kv_cache_dtype: NotRequired[Literal["auto", "fp8"]]
     lora: NotRequired[EngineLoraConfig]
 
 
 class ReferencePolicyConfig(PolicyConfig):
-    """A :class:`PolicyConfig`, the dtype, and where to continue.
+    """A :class:`PolicyConfig`, the device, the dtype, and where to continue.
 
     Attributes:
+        device: Of the weights. Default ``"cpu"``.
         torch_dtype: Of the weights.
         resume_from: A checkpoint to continue from.
     """
 
+    device: NotRequired[str]
     torch_dtype: NotRequired[Dtype]
     resume_from: NotRequired[str]

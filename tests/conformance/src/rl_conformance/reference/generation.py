@@ -47,6 +47,7 @@ class ReferenceGeneration(GenerationBackend):
     Args:
         model_name: Directory of the checkpoint.
         torch_dtype: Of the weights.
+        device: Of the weights.
         kv_cache_dtype: ``"fp8"`` rounds keys and values as such a cache would.
         lora: The rank ``r`` of adapters; a refit then sends only these.
         **config: See :class:`rl_core.interfaces.GenerationConfig`.
@@ -59,12 +60,13 @@ class ReferenceGeneration(GenerationBackend):
         self,
         model_name: str,
         torch_dtype: str = "float32",
+        device: str = "cpu",
         kv_cache_dtype: str = "auto",
         lora: dict[str, Any] | None = None,
         **config: Any,
     ) -> None:
         oracle = load_once(str(model_name))
-        self.model = copy.deepcopy(oracle.model).to(getattr(torch, torch_dtype))
+        self.model = copy.deepcopy(oracle.model).to(device, getattr(torch, torch_dtype))
         self.kv_scales: dict[str, float] | None = None
         if kv_cache_dtype == "fp8":
             self.kv_scales = {}
@@ -104,8 +106,8 @@ class ReferenceGeneration(GenerationBackend):
 
     def logits(self, ids: torch.Tensor) -> torch.Tensor:
         """``[n, length, V]`` of tokens without padding."""
-        logits: torch.Tensor = self.model(ids, use_cache=False).logits
-        return logits
+        logits: torch.Tensor = self.model(ids.to(self.model.device), use_cache=False).logits
+        return logits.cpu()
 
     def step(self, row: _Row, logits: torch.Tensor, sampling: SamplingParams) -> None:
         """Appends one token to a row, and ends it where it must end."""

@@ -42,6 +42,7 @@ class ReferencePolicy(PolicyBackend):
     Args:
         model_name: Directory of the checkpoint.
         torch_dtype: Of the weights.
+        device: Of the weights.
         worker: Given when it is one of several.
         **config: The other keys of :class:`~rl_conformance.reference.config.ReferencePolicyConfig`.
             However rows are split, every row goes through the model alone.
@@ -52,11 +53,12 @@ class ReferencePolicy(PolicyBackend):
         model_name: str,
         *,
         torch_dtype: str = "float32",
+        device: str = "cpu",
         worker: WorkerContext | None = None,
         **config: Any,
     ) -> None:
         oracle = load_once(str(model_name))
-        self.model: Any = copy.deepcopy(oracle.model).to(getattr(torch, torch_dtype))
+        self.model: Any = copy.deepcopy(oracle.model).to(device, getattr(torch, torch_dtype))
         self.tokenizer = oracle.tokenizer
         self.reference_model = copy.deepcopy(self.model)
         self.scored = self.model  # what forward passes go through
@@ -157,8 +159,8 @@ class ReferencePolicy(PolicyBackend):
 
     def outputs(self, model: Any, ids: torch.Tensor) -> torch.Tensor:
         """The model's logits of ``[n, length]`` tokens without padding."""
-        logits: torch.Tensor = model(ids, use_cache=False).logits
-        return logits
+        logits: torch.Tensor = model(ids.to(model.device), use_cache=False).logits
+        return logits.cpu()
 
     # -- training --------------------------------------------------------------------------------
 
