@@ -49,7 +49,8 @@ def prepare(
     def launch() -> torch.Tensor:
         sums = torch.zeros(count, 2, dtype=torch.int64, device=device)
         if len(tasks):
-            with _CUDA.device_of(factors):  # Triton launches on the current device
+            # Triton launches on the current device. That the runs are named keeps their memory.
+            with _CUDA.device_of(runs[0]):
                 _sum[(len(tasks),)](
                     work, addresses, sizes, factors, sums, count, factors.shape[1],
                     columns=_COLUMNS, rows=_ROWS, aligned=aligned, num_warps=8,
