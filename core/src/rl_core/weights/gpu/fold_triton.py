@@ -49,8 +49,7 @@ def prepare(
     def launch() -> torch.Tensor:
         sums = torch.zeros(count, 2, dtype=torch.int64, device=device)
         if len(tasks):
-            # Triton launches on the current device. That the runs are named keeps their memory.
-            with _CUDA.device_of(runs[0]):
+            with _CUDA.device_of(runs[0]):  # where Triton launches; keeps the runs' memory, too
                 _sum[(len(tasks),)](
                     work, addresses, sizes, factors, sums, count, factors.shape[1],
                     columns=_COLUMNS, rows=_ROWS, aligned=aligned, num_warps=8,
