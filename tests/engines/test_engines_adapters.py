@@ -220,7 +220,9 @@ def test_a_fresh_engine_with_the_saved_adapter_generates_the_same(
         made = slice(len(row), int(output["unpadded_sequence_lengths"][i]))
         ids = output["output_ids"][i, made].tolist()
         assert tokens[i][: len(ids)] == ids  # the saved model has no stop tokens
-        assert logprobs[i][: len(ids)] == pytest.approx(output["logprobs"][i, made].tolist())
+        # Float32: which rows an engine computes together decides how it rounds.
+        known = output["logprobs"][i, made].tolist()
+        assert logprobs[i][: len(ids)] == pytest.approx(known, abs=2e-5)
 
 
 _TENSOR = "base_model.model.model.layers.1.mlp.up_proj.lora_B.weight"
