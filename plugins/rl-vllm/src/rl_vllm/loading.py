@@ -17,7 +17,8 @@ __all__ = ["watch_attention", "watch_loading"]
 _MADE_ANEW = {"cpu_linear", "pack_experts"}
 #: What changes while weights are quantised, but not with them.
 _CLOCKS = {"online_quantization_time"}
-_SCALES = {f"_{which}_scale{kind}" for which in "qkv" for kind in ("", "_float")}
+#: Of the key/value cache; `_cpu` has other devices before and after loading, where there is a GPU.
+_SCALES = {f"_{which}_scale{kind}" for which in "qkv" for kind in ("", "_float", "_cpu")}
 
 
 def watch_loading() -> None:

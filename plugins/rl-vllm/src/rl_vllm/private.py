@@ -50,7 +50,7 @@ PRIVATE: dict[str, str] = {
     "online_process_loader": "the name of loaders that wait for the last tensor of a layer",
     "OnlineQuantizationConfig.online_quantization_time": "a number that is not made of weights",
     "Attention.impl.bmm1_scale, .bmm2_scale": "values derived from the scales of an FP8 cache",
-    "Attention._k_scale, ._v_scale, ._k_scale_float, ._v_scale_float": "scales of an FP8 cache",
+    "Attention._k_scale, ._v_scale; their ..._float, ..._cpu": "scales of an FP8 cache",
 }
 
 #: The installed vLLM's version, and what refuses one that was not tested.

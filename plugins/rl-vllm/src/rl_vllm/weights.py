@@ -214,5 +214,7 @@ class ModelSink(LoadedSink):
                             capability="kv_scales",
                         )
                     impl.bmm1_scale = impl.bmm2_scale = None  # made of the scales when next used
-                getattr(module, f"_{which}").fill_(float(scale))
                 setattr(module, f"_{which}_float", float(scale))
+                for kept in (f"_{which}", f"_{which}_cpu"):
+                    if (tensor := getattr(module, kept, None)) is not None:  # no copy of q_scale
+                        tensor.fill_(float(scale))
