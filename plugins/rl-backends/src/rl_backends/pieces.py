@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from torch.distributed.tensor.placement_types import Placement
 
-__all__ = ["Box", "Piece", "copy_to_pieces", "held_boxes", "index_of", "pieces_of"]
+__all__ = ["Box", "Piece", "copy_to_pieces", "held_boxes", "index_of", "local_part", "pieces_of"]
 
 #: A half-open interval for each dimension.
 Box: TypeAlias = tuple[tuple[int, int], ...]
@@ -54,7 +54,7 @@ def pieces_of(tensor: torch.Tensor) -> list[Piece]:
     coordinate = tensor.device_mesh.get_coordinate()
     if coordinate is None:
         return []
-    local = tensor.to_local().detach()
+    local = local_part(tensor)
     found = held_boxes(tensor.shape, tensor.placements, tensor.device_mesh.shape, coordinate)
     return [Piece(box, local[index_of(place)]) for box, place in found]
 
@@ -117,6 +117,11 @@ def held_boxes(
         (tuple(box for box, _ in both), tuple(place for _, place in both))
         for both in product(*places)
     ]
+
+
+def local_part(tensor: torch.Tensor) -> torch.Tensor:
+    """This rank's memory of a tensor: that of its shard, or all of it."""
+    return tensor.to_local().detach() if isinstance(tensor, DTensor) else tensor.detach()
 
 
 def index_of(box: Box) -> tuple[slice, ...]:

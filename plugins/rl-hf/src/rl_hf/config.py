@@ -8,6 +8,7 @@ from rl_core.interfaces import GenerationConfig, PolicyConfig
 from rl_core.interfaces.constraints import AlsoCalled, Range
 
 __all__ = [
+    "DTensorConfig",
     "HuggingFaceGenerationConfig",
     "HuggingFaceModelConfig",
     "HuggingFacePolicyConfig",
@@ -83,11 +84,24 @@ class LoraConfig(TypedDict, total=False):
     refit: Literal["merged", "adapter"]
 
 
+class DTensorConfig(TypedDict, total=False):
+    """A model that is sharded over the ranks of a policy, by torch's FSDP2.
+
+    Attributes:
+        enabled: Each data-parallel rank keeps a shard of every parameter, gradient and optimizer
+            state, and has a layer whole only while it computes. False: each rank has the whole
+            model. Without effect on one rank. Default False.
+    """
+
+    enabled: bool
+
+
 class HuggingFacePolicyConfig(PolicyConfig, HuggingFaceModelConfig):
     """Configuration of :class:`rl_hf.policy.HuggingFacePolicy`.
 
     Attributes:
         gradient_checkpointing: Recompute activations in the backward pass. Default False.
+        dtensor_cfg: See :class:`DTensorConfig`.
         lora: See :class:`LoraConfig`.
         reference: Where the initial weights are kept when training changes the policy's:
             ``"swap"``: in a file on disk, swapped in while the reference scores; ``"copy"``: as a
@@ -100,6 +114,12 @@ class HuggingFacePolicyConfig(PolicyConfig, HuggingFaceModelConfig):
 
     gradient_checkpointing: NotRequired[
         Annotated[bool, AlsoCalled("activation_checkpointing enable_gradient_checkpointing")]
+    ]
+    dtensor_cfg: NotRequired[
+        Annotated[
+            DTensorConfig | None,
+            AlsoCalled("fsdp fsdp_config fsdp2", "{enabled: True}"),
+        ]
     ]
     lora: NotRequired[Annotated[LoraConfig | None, AlsoCalled("peft_config lora_cfg")]]
     reference: NotRequired[Literal["copy", "swap", "none"]]

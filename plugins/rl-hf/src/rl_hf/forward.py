@@ -160,11 +160,7 @@ class Forward:
                 for group, part in parts
             ]
             return _joined(parts, each, rows.ids.shape[1])
-        index, positions = rows.tokens()
-        scored = positions > 0
-        if counts is not None:
-            scored &= counts[index, positions]
-        index, positions = index[scored], positions[scored]
+        index, positions = _scored(rows, counts)
         result = torch.zeros(rows.ids.shape, dtype=torch.float32, device=rows.ids.device)
         if not len(index):
             return result
@@ -173,6 +169,15 @@ class Forward:
             starts[index] + positions - 1, rows.ids[index, positions], self.temperature
         )
         return result.index_put((index, positions), values)
+
+    def passes(self, rows: Sequences, counts: torch.Tensor | None = None) -> int:
+        """How often :meth:`logprobs` runs the model for the same arguments."""
+        if len(parts := rows.apart(self.sharing)) > 1:
+            return sum(
+                self.passes(part, counts if counts is None else counts[group])
+                for group, part in parts
+            )
+        return int(len(_scored(rows, counts)[0]) > 0)
 
     def logits(self, rows: Sequences) -> torch.Tensor:
         """``[b, s, V]`` float32 with the temperature; padding is 0."""
@@ -223,6 +228,15 @@ class Forward:
         if self.body is None:
             return Logits(self.model(**inputs).logits.flatten(0, 1)), starts
         return self.body(self.model, **inputs), starts
+
+
+def _scored(rows: Sequences, counts: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+    """Row and position of every token that counts, ``[N]`` each: none of a row's first ones."""
+    index, positions = rows.tokens()
+    scored = positions > 0
+    if counts is not None:
+        scored &= counts[index, positions]
+    return index[scored], positions[scored]
 
 
 def _joined(

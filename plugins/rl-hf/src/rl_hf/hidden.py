@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 
 from rl_hf.fused import fused_head, plain_output
 from rl_hf.logprobs import chunks, hidden_logprobs, token_logprobs
@@ -134,10 +135,14 @@ class Body:
             return Logits(first.flatten(0, 1))
         ids = inputs["input_ids"]
 
+        # The pass has made the parameters of the head whole, and backward lets go of them. FSDP's
+        # hooks would begin another pass, in the middle of backward.
+        call = model.forward if isinstance(model, FSDPModule) else model
+
         def head(hidden: torch.Tensor) -> torch.Tensor:
             holder._modules[name] = _Given(body, _replaced(outputs[0], hidden[None]))
             try:
-                logits: torch.Tensor = model(
+                logits: torch.Tensor = call(
                     input_ids=ids.new_zeros(1, len(hidden)), use_cache=False
                 ).logits
             finally:

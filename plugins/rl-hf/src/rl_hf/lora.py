@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -12,7 +13,7 @@ from rl_backends import adapters
 from rl_backends.modules import plain_name, whole_tensors
 from rl_backends.torch.reference import Reference
 from rl_core.errors import CapabilityError, ConfigError
-from rl_core.weights.tensors import NamedTensorSource, tensor_specs
+from rl_core.weights.tensors import NamedTensorSource, module_tensors, tensor_specs
 
 if TYPE_CHECKING:
     from collections.abc import Generator, Iterator, Mapping, Sequence
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from rl_core.interfaces import TensorSpec
+    from rl_hf.sharding import Whole
 
 __all__ = [
     "AdapterWeightSource",
@@ -45,7 +47,8 @@ def add_adapters(model: PreTrainedModel, config: Mapping[str, Any], *, seed: int
             or share their weight with another module.
     """
     wrapped = adapters.add_adapters(model, config, key="lora", distribution="rl-hf", seed=seed)
-    _check_ties(wrapped.get_base_model())
+    base = wrapped.get_base_model()
+    _check_ties(base, whole_tensors(base))
     adapted_model: nn.Module = wrapped
     return adapted_model
 
@@ -86,6 +89,8 @@ class MergedWeightSource(NamedTensorSource):
 
     Args:
         model: What :func:`add_adapters` or peft returned, or a module with such layers.
+        whole: Puts a tensor of a sharded model together; on ranks where it returns None, nothing
+            is made. By default all tensors must be here.
 
     Raises:
         CapabilityError: Its adapters are not a sum of weights, or not of a kind that is known; or
@@ -93,11 +98,17 @@ class MergedWeightSource(NamedTensorSource):
         ConfigError: An adapted weight is tied to another module's.
     """
 
-    def __init__(self, model: Any) -> None:
+    def __init__(self, model: Any, whole: Whole | None = None) -> None:
         from peft.utils.other import ModulesToSaveWrapper
 
         base = getattr(model, "get_base_model", lambda: model)()
-        _check_ties(base)
+        self._whole = whole
+        every = (
+            whole_tensors(base)
+            if whole is None
+            else {plain_name(name): tensor for name, tensor in module_tensors(base).items()}
+        )
+        _check_ties(base, every)
         self._updates: dict[str, tuple[Any, list[str]]] = {}
         tensors: dict[str, Any] = {}
         kept: dict[str, str] = {}  # the prefix of what is read, by that of the module
@@ -107,11 +118,11 @@ class MergedWeightSource(NamedTensorSource):
                 self._updates[f"{name}.weight"] = layer, active
         for name, part in _modules(base):
             if isinstance(part, ModulesToSaveWrapper):
-                whole = not part.disable_adapters and part.active_adapters
+                trained = not part.disable_adapters and part.active_adapters
                 kept[name] = (
-                    f"{name}.modules_to_save.{whole[0]}" if whole else f"{name}.original_module"
+                    f"{name}.modules_to_save.{trained[0]}" if trained else f"{name}.original_module"
                 )
-        for name, tensor in whole_tensors(base).items():
+        for name, tensor in every.items():
             inside = next((module for module in kept if name.startswith(f"{module}.")), None)
             if inside is None:
                 tensors[name] = tensor
@@ -130,13 +141,16 @@ class MergedWeightSource(NamedTensorSource):
     def tensors(self, names: Sequence[str]) -> Iterator[tuple[str, torch.Tensor]]:
         """See :meth:`WeightSource.tensors`."""
         for name, base in super().tensors(names):
-            tensor = base
+            tensor: torch.Tensor | None = base
             if name in self._updates:
                 layer, active = self._updates[name]
-                for adapter in active:
-                    tensor = tensor + layer.get_delta_weight(adapter)
-                tensor = tensor.to(base.dtype)
-            yield name, tensor
+                if self._whole is not None:
+                    layer, tensor = _whole_layer(layer, self._whole), self._whole(base)
+                if tensor is not None:
+                    for adapter in active:
+                        tensor = tensor + layer.get_delta_weight(adapter)
+                    tensor = tensor.to(base.dtype)
+            yield name, torch.empty(0) if tensor is None else tensor
 
     def pieces(self) -> None:
         """None: what is merged is made when it is asked for."""
@@ -199,6 +213,17 @@ def _adapted(base: nn.Module) -> dict[str, Any]:
     return layers
 
 
+def _whole_layer(layer: Any, whole: Whole) -> Any:
+    """A layer whose adapters are whole; what they were put on stays as it is."""
+    other = copy.copy(layer)
+    other._parameters = {n: p if p is None else whole(p) for n, p in layer._parameters.items()}
+    other._modules = {
+        name: part if name == "base_layer" else _whole_layer(part, whole)
+        for name, part in layer._modules.items()
+    }
+    return other
+
+
 def _modules(base: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """All modules by their plain names, as those of tensors are."""
     return ((plain_name(name), part) for name, part in base.named_modules())
@@ -222,11 +247,11 @@ def _not_merged(name: str, why: str) -> CapabilityError:
     )
 
 
-def _check_ties(base: nn.Module) -> None:
+def _check_ties(base: nn.Module, tensors: Mapping[str, torch.Tensor]) -> None:
     """A merged weight has one value, and tied modules with one adapter between them have two."""
     adapted = _adapted(base)
     owners: dict[str, str] = {}
-    for spec in tensor_specs(whole_tensors(base)):
+    for spec in tensor_specs(tensors):
         module = spec.name.rsplit(".base_layer.", 1)[0].removesuffix(".weight")
         other = owners.setdefault(spec.alias_of or spec.name, module)
         if other != module and {module, other} & adapted.keys():

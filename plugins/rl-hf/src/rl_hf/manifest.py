@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from rl_core.plugins.manifest import BackendManifest, Capability, EngineRequirement
 
-__all__ = ["BACKEND"]
+__all__ = ["BACKEND", "TINY"]
 
 _FULL = Capability("full")
 _CUDA = Capability("full", devices=("cuda",), reason="the weights are moved to host memory")
@@ -38,8 +40,16 @@ BACKEND = BackendManifest(
             "fp8_kv_scales": Capability("full", reason="with torch's fused attention"),
             "score": Capability("full", reason="with a sequence classification checkpoint"),
             "collective": _FULL,
-            "sharded": Capability("unsupported", reason="every rank has the whole model"),
+            "sharded": Capability("full", reason="with dtensor_cfg.enabled; ranks have own rows"),
         },
     },
     engine=EngineRequirement(("transformers",), ">=5.5,<6"),
 )
+_LAYOUTS: dict[str, Any] = {
+    "fsdp2": {"ranks": 2, "config": {"dtensor_cfg": {"enabled": True}}, "own_rows": True},
+}
+#: What the conformance suite tries with its tiny models.
+TINY: dict[str, dict[str, dict[str, Any]]] = {
+    "cpu": {"sharded": _LAYOUTS},
+    "cuda": {"sharded": _LAYOUTS},
+}

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import logging
-from contextlib import contextmanager, nullcontext
-from functools import cached_property
-from typing import TYPE_CHECKING, Any
+import math
+from contextlib import ExitStack, contextmanager, nullcontext
+from functools import cached_property, partial
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
+from torch.distributed.fsdp import FSDPModule
 
 from rl_backends import PolicyBackend, RowLimits
+from rl_backends.gathering import RefitRanks
+from rl_backends.pieces import local_part
 from rl_backends.policy.base import check_policy_config
 from rl_backends.policy.checkpoint_directory import write_directory
 from rl_backends.policy.rows import scoring_rows
@@ -21,7 +25,7 @@ from rl_backends.torch.policy_generation import PolicyGeneration
 from rl_backends.torch.reference import Reference, make_reference
 from rl_core.batch import BatchedDataDict
 from rl_core.config import check_config
-from rl_core.errors import CapabilityError
+from rl_core.errors import CapabilityError, ConfigError
 from rl_core.interfaces import LossInputType
 from rl_core.weights.tensors import NamedTensorSource, module_tensors
 from rl_hf import saving
@@ -34,17 +38,20 @@ from rl_hf.modeling import load_model, model_device, model_facts
 from rl_hf.placement import Placement
 from rl_hf.positions import sharing_limit
 from rl_hf.reward import reward_scores
+from rl_hf.sharding import KEY, ShardedSource, Shards, check_sharding
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Generator, Mapping
+    from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
     from pathlib import Path
 
     from torch import nn
 
     from rl_core.interfaces import WeightSource, WorkerContext
     from rl_hf.hidden import Body
+    from rl_hf.sharding import Whole
 
 _log = logging.getLogger(__name__)
+T = TypeVar("T")
 
 __all__ = ["HuggingFacePolicy"]
 
@@ -79,10 +86,18 @@ class HuggingFacePolicy(PolicyBackend):
         checked = check_config(HuggingFacePolicyConfig, given, what="policy backend 'hf'")
         check_policy_config(checked)
         _generation_config(checked)
+        sharded = check_sharding(checked, worker)
         model = load_model(checked, for_training=True)
         self.tokenizer = load_tokenizer(model_name, checked.get("trust_remote_code", False))
         self._device = model_device(model)
         self._labels = _labels(model)
+        if sharded and self._labels is not None:
+            raise ConfigError(
+                f"{model_name} is a sequence classifier, which is not trained, and only trained "
+                f"models are sharded",
+                fix=f"set {KEY}.enabled to False",
+                key=KEY,
+            )
         context = getattr(model.config.get_text_config(), "max_position_embeddings", None)
         limits = RowLimits(model.get_input_embeddings().weight.shape[0], context)
         if checked.get("gradient_checkpointing"):
@@ -104,28 +119,38 @@ class HuggingFacePolicy(PolicyBackend):
                 body = find_body(self.model, model, limits.vocab_size)
             packing = {**(checked.get("sequence_packing") or {}), "enabled": packs}
             checked = {**checked, "sequence_packing": packing}
-        super().__init__(checked, limits, worker=worker, device=self._device)
-        self.chunked = body is not None
-        self._forward = Forward(
-            self.model,
-            temperature=checked.get("temperature", 1.0),
-            packed=self.microbatching.packed,
-            row_cost=0.0 if asked else packed_row_cost(self.model),
-            body=body,
-            sharing=sharing,
-        )
-        self._reference: Reference = (
-            BaseWeights()
-            if self._adapters
-            else make_reference(checked.get("reference", "swap"), self.model)
-        )
-        spread = bool(checked.get("device_map"))
-        self._placement = Placement(
-            self.model, self._device, spread=spread, left=self.weights_moved
-        )
-        self._optimizer: Optimizer | None = None
-        if checked.get("resume_from"):
-            self.load_checkpoint(checked["resume_from"])
+        self._shards = Shards(worker, self._device) if sharded and worker is not None else None
+        with ExitStack() as unless_built:
+            if self._shards is not None:
+                unless_built.callback(self._shards.leave)
+            ranks = None if self._shards is None else self._shards.ranks
+            super().__init__(checked, limits, worker=worker, device=self._device, ranks=ranks)
+            self.chunked = body is not None
+            self._forward = Forward(
+                self.model,
+                temperature=checked.get("temperature", 1.0),
+                packed=self.microbatching.packed,
+                row_cost=0.0 if asked else packed_row_cost(self.model),
+                body=body,
+                sharing=sharing,
+            )
+            reference = checked.get("reference", "swap")
+            if self._shards is not None and worker is not None:
+                self._shards.shard(self.model, model, self._probe)
+                self.refit_ranks = RefitRanks(self._shards.messages, address=worker.master_addr)
+                # A second model would have to be sharded, too; a second set of tensors is enough.
+                reference = "memory" if reference == "copy" else reference
+            self._reference: Reference = (
+                BaseWeights() if self._adapters else make_reference(reference, self.model)
+            )
+            spread = bool(checked.get("device_map"))
+            self._placement = Placement(
+                self.model, self._device, spread=spread, left=self.weights_moved
+            )
+            self._optimizer: Optimizer | None = None
+            if checked.get("resume_from"):
+                self.load_checkpoint(checked["resume_from"])
+            unless_built.pop_all()
 
     # -- the model ------------------------------------------------------------------------------
 
@@ -134,14 +159,107 @@ class HuggingFacePolicy(PolicyBackend):
         sequences = self._sequences(rows)
         if wanted is LossInputType.LOGIT:
             return self._forward.logits(sequences)
-        if "token_mask" not in rows:
-            return self._forward.logprobs(sequences)
-        counts = (rows["token_mask"] != 0) & (rows["sample_mask"] != 0)[:, None]
-        return self._forward.logprobs(sequences, counts.to(self._device))
+        return self._forward.logprobs(sequences, self._counts(rows))
 
     def topk(self, rows: BatchedDataDict[Any], k: int) -> tuple[torch.Tensor, torch.Tensor]:
         """See :meth:`PolicyModel.topk`."""
         return self._forward.topk(self._sequences(rows), k)
+
+    def accumulate(
+        self,
+        parts: Sequence[BatchedDataDict[Any]],
+        share: Callable[[int, torch.Tensor], torch.Tensor],
+        wanted: LossInputType,
+        *,
+        learn: bool,
+    ) -> None:
+        """See :meth:`PolicyModel.accumulate`; ranks of a sharded model keep in step."""
+        if self._shards is None:
+            super().accumulate(parts, share, wanted, learn=learn)
+            return
+        failed: list[Exception] = []
+        missing = self._shards.missing(self._passes(parts, wanted))
+        with self._shards.passing("the loss"):
+            for number, lacking in enumerate(missing):
+                losses = [self._probe().flatten()[:0].sum() for _ in range(lacking)]
+                if number < len(parts):
+                    found = self.forward(parts[number], wanted)
+                    losses.append(found.flatten()[:0].sum())
+                    try:
+                        if not failed:
+                            losses.append(share(number, found))
+                    except Exception as error:  # the other ranks wait for this one, which goes on
+                        failed.append(error)
+                loss = torch.stack(losses).sum() if losses else torch.zeros(())
+                if learn and loss.requires_grad:
+                    # FSDP takes the mean over ranks of what are parts of a sum.
+                    (loss * self.ranks.size).backward()  # type: ignore[no-untyped-call]
+        if failed:
+            raise failed[0]
+
+    def forward_all(
+        self, parts: Sequence[BatchedDataDict[Any]], wanted: LossInputType
+    ) -> Iterable[torch.Tensor]:
+        """See :meth:`PolicyModel.forward_all`."""
+        return self._in_step(super().forward_all(parts, wanted), self._passes(parts, wanted))
+
+    def topk_all(
+        self, parts: Sequence[BatchedDataDict[Any]], k: int
+    ) -> Iterable[tuple[torch.Tensor, torch.Tensor]]:
+        """See :meth:`PolicyModel.topk_all`."""
+        passes = self._passes(parts, LossInputType.LOGIT)
+        return self._in_step(super().topk_all(parts, k), passes)
+
+    def _in_step(self, found: Iterable[T], passes: Sequence[int]) -> Iterable[T]:
+        """Results of microbatches; of a sharded model while all ranks run it equally often."""
+        if self._shards is None:
+            yield from found
+            return
+        with self._shards.passing("scoring"):
+            yield from self._shards.in_step(found, passes, self._probe)
+
+    def _passes(self, parts: Sequence[BatchedDataDict[Any]], wanted: LossInputType) -> list[int]:
+        """How often each microbatch takes the model."""
+        if self._shards is None:
+            return []
+        if wanted is LossInputType.LOGIT:
+            return [len(self._sequences(rows).apart(self._forward.sharing)) for rows in parts]
+        return [self._forward.passes(self._sequences(rows), self._counts(rows)) for rows in parts]
+
+    def _probe(self) -> torch.Tensor:
+        """``[1, 2]`` log-probs of two tokens, one pass; what it drops is drawn for nobody else."""
+        ids, lengths = torch.arange(2)[None], torch.tensor([2])
+        with self.random.kept():
+            return self._forward.logprobs(Sequences.of(ids, lengths, self._device))
+
+    def rows_to_score(self, data: BatchedDataDict[Any]) -> BatchedDataDict[Any]:
+        """See :meth:`PolicyBackend.rows_to_score`."""
+        if self._shards is None:
+            return super().rows_to_score(data)
+        with self.ranks.all_or_none("checking the rows"):
+            return super().rows_to_score(data)
+
+    def _check_open(self, method: str) -> None:
+        super()._check_open(method)
+        if self._shards is not None:
+            self._shards.check()
+
+    @contextmanager
+    def running(self, *, training: bool) -> Generator[None]:
+        """See :meth:`PolicyBackend.running`; then a rank has its shards alone again."""
+        try:
+            with super().running(training=training):
+                yield
+        finally:
+            if isinstance(self.model, FSDPModule):
+                self.model.reshard()
+
+    def _counts(self, rows: BatchedDataDict[Any]) -> torch.Tensor | None:
+        """``[b, s]`` bool: which tokens of a microbatch count; None is all of them."""
+        if "token_mask" not in rows:
+            return None
+        counts: torch.Tensor = (rows["token_mask"] != 0) & (rows["sample_mask"] != 0)[:, None]
+        return counts.to(self._device)
 
     def _sequences(self, rows: BatchedDataDict[Any]) -> Sequences:
         return Sequences.of(rows["input_ids"], rows["input_lengths"], self._device)
@@ -171,6 +289,10 @@ class HuggingFacePolicy(PolicyBackend):
     def gradient_norm(self) -> float:
         """See :meth:`PolicyModel.gradient_norm`."""
         optimizer = self._stepping
+        if self._shards is not None:
+            shards = [local_part(gradient) for gradient in optimizer.gradients().values()]
+            own = float(torch.stack([shard.double().square().sum() for shard in shards]).sum())
+            return math.sqrt(sum(self.ranks.gather(own)))
         if self.ranks.size > 1:
             everybody = self.ranks.gather(list(optimizer.gradients()))
             optimizer.set_zero_gradients({name for names in everybody for name in names})
@@ -246,7 +368,14 @@ class HuggingFacePolicy(PolicyBackend):
             DataError: A row is left-padded, empty, too long or inconsistent with its length.
         """
         self.ready("generate")
-        return self._generation.generate(data, greedy)
+        if not isinstance(self.model, FSDPModule):
+            return self._generation.generate(data, greedy)
+        data = self._generation.drawn_alike(data, self.ranks, greedy=greedy)
+        try:
+            self.model.unshard()  # all but the layers, also for a decoder of the model in it
+            return self._generation.generate(data, greedy)
+        finally:
+            self.model.reshard()
 
     @cached_property
     def _generation(self) -> PolicyGeneration:
@@ -284,8 +413,8 @@ class HuggingFacePolicy(PolicyBackend):
 
     def write_checkpoint(self, directory: Path) -> None:
         """See :meth:`PolicyModel.write_checkpoint`; adapters are merged, the tokenizer is there."""
-        if self.ranks.rank == 0:
-            saving.save(directory, self.model, self.tokenizer, self._stepping)
+        if self.ranks.rank == 0 or self._shards is not None:
+            saving.save(directory, self.model, self.tokenizer, self._stepping, self._shards)
 
     def read_checkpoint(self, directory: Path) -> Callable[[], None]:
         """See :meth:`PolicyModel.read_checkpoint`."""
@@ -294,13 +423,18 @@ class HuggingFacePolicy(PolicyBackend):
     def export_hf(self, path: str | Path) -> None:
         """Writes the model alone (adapters merged) in the format its architecture is published in.
 
+        All ranks of a sharded model call it with one path.
+
         For architectures whose published tensors transformers rearranges on loading (experts,
         say), this is what other engines read; for all others it is the model part of a checkpoint.
         """
         self._check_open("export_hf")
         self.changes.check_whole()
-        with write_directory(path) as directory:
-            saving.write_model(directory, self.model, self.tokenizer, original_format=True)
+        writing = write_directory(path) if self._shards is None else self.written_by_all(path)
+        with writing as directory:
+            saving.write_model(
+                directory, self.model, self.tokenizer, original_format=True, shards=self._shards
+            )
 
     def weight_source(self) -> WeightSource:
         """See :meth:`PolicyModel.weight_source`; with adapters, what ``lora.refit`` names.
@@ -308,10 +442,16 @@ class HuggingFacePolicy(PolicyBackend):
         Every data-parallel worker has all of them, so that a refit needs the first one alone.
         """
         self._check_open("weight_source")
+        if self._shards is None:
+            return self._tensors()
+        whole = partial(self._shards.whole, refit=True)
+        return ShardedSource(self.refit_ranks, self.changes, self._tensors(whole), whole)
+
+    def _tensors(self, whole: Whole | None = None) -> NamedTensorSource:
         if not self._adapters:
             return NamedTensorSource(module_tensors(self.model))
         alone = self.config["lora"].get("refit") == "adapter"
-        return AdapterWeightSource(self.model) if alone else MergedWeightSource(self.model)
+        return AdapterWeightSource(self.model) if alone else MergedWeightSource(self.model, whole)
 
     # -- memory ---------------------------------------------------------------------------------
 
@@ -335,6 +475,8 @@ class HuggingFacePolicy(PolicyBackend):
         self.__dict__.pop("_generation", None)
         self._optimizer = None
         del self.model, self._forward, self._placement
+        if self._shards is not None:
+            self._shards.leave()
         if self._device.type == "cuda":
             torch.cuda.ipc_collect()  # type: ignore[no-untyped-call]
             torch.cuda.empty_cache()

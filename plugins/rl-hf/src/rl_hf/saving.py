@@ -6,33 +6,45 @@ adapters' own weights. All of it is safetensors and JSON.
 
 from __future__ import annotations
 
+import json
+import re
+from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
+from transformers.core_model_loading import revert_weight_conversion
 
+from rl_backends.pieces import copy_to_pieces
 from rl_backends.policy.checkpoint_directory import check_fit
 from rl_backends.torch.checkpoints import quiet
 from rl_core.errors import CheckpointError
-from rl_core.weights.tensors import module_tensors, tensor_specs
+from rl_core.weights.tensors import NamedTensorSource, module_tensors, tensor_specs
 from rl_hf.forward import base_model
-from rl_hf.lora import merged_state
+from rl_hf.lora import MergedWeightSource, merged_state
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable
     from pathlib import Path
 
     from torch import nn
 
     from rl_backends.torch.optimizer import Optimizer
+    from rl_hf.sharding import Shards
 
 __all__ = ["read", "save", "write_model"]
 
 TENSORS_FILE = "rl_training/state.safetensors"
 
 
-def save(directory: Path, model: nn.Module, tokenizer: Any, optimizer: Optimizer) -> None:
+def save(
+    directory: Path,
+    model: nn.Module,
+    tokenizer: Any,
+    optimizer: Optimizer,
+    shards: Shards | None = None,
+) -> None:
     """Writes model, tokenizer and optimizer into a directory.
 
     Args:
@@ -40,12 +52,17 @@ def save(directory: Path, model: nn.Module, tokenizer: Any, optimizer: Optimizer
         model: The policy's model.
         tokenizer: Saved beside it, if there is one.
         optimizer: Of the model.
+        shards: Those of the model, all of whose ranks call it; rank 0 writes, a layer at a time.
     """
-    write_model(directory, model, tokenizer, original_format=False)
+    write_model(directory, model, tokenizer, original_format=False, shards=shards)
     tensors = optimizer.state()
     if _has_adapters(model):
         tensors |= {f"weight.{name}": p for name, p in optimizer.parameters.items()}
-    save_file({n: t.detach().cpu() for n, t in tensors.items()}, directory / TENSORS_FILE)
+    if shards is None:
+        save_file({n: t.detach().cpu() for n, t in tensors.items()}, directory / TENSORS_FILE)
+        return
+    stem = (directory / TENSORS_FILE).with_suffix("")
+    _write_layers(stem, tensors, lambda name: shards.whole(tensors[name]), shards)
 
 
 def read(directory: Path, model: nn.Module, optimizer: Optimizer) -> Callable[[], None]:
@@ -62,14 +79,12 @@ def read(directory: Path, model: nn.Module, optimizer: Optimizer) -> Callable[[]
     Raises:
         CheckpointError: A file is missing or broken, or of another model.
     """
-    tensors = _read_tensors(directory / TENSORS_FILE)
+    tensors = _read_all(directory / TENSORS_FILE)
     if _has_adapters(model):
         targets: dict[str, torch.Tensor] = dict(optimizer.parameters)
         weights = {n.removeprefix("weight."): t for n, t in tensors.items() if n[:7] == "weight."}
     else:
-        found: dict[str, torch.Tensor] = {}
-        for file in sorted(directory.glob("model*.safetensors")):
-            found.update(_read_tensors(file))
+        found = _read_all(directory / "model.safetensors")
         own = module_tensors(model)
         specs = tensor_specs(own)
         for spec in specs:  # a file may hold a tied tensor under any of its names
@@ -82,14 +97,19 @@ def read(directory: Path, model: nn.Module, optimizer: Optimizer) -> Callable[[]
     @torch.no_grad()
     def put() -> None:
         for name, target in targets.items():
-            target.copy_(weights[name])
+            copy_to_pieces(target, weights[name])
         optimizer.load_state(tensors)
 
     return put
 
 
 def write_model(
-    directory: Path, model: nn.Module, tokenizer: Any, *, original_format: bool
+    directory: Path,
+    model: nn.Module,
+    tokenizer: Any,
+    *,
+    original_format: bool,
+    shards: Shards | None = None,
 ) -> None:
     """Writes the model (adapters merged) and its tokenizer as a Hugging Face directory.
 
@@ -98,25 +118,107 @@ def write_model(
         model: The policy's model.
         tokenizer: Saved beside it, if there is one.
         original_format: Use the names and layout that the architecture is published in.
+        shards: See :func:`save`.
     """
-    merged = merged_state(model) if _has_adapters(model) else None
-    with quiet():
-        base_model(model).save_pretrained(
-            directory, state_dict=merged, save_original_format=original_format
-        )
-        if tokenizer is not None:
-            tokenizer.save_pretrained(directory)
+    base = base_model(model)
+    state = merged_state(model) if shards is None and _has_adapters(model) else None
+    if shards is None or shards.ranks.rank == 0:
+        with quiet():
+            # The tensors of shards follow.
+            base.save_pretrained(
+                directory,
+                state_dict=state if shards is None else {},
+                save_original_format=original_format,
+            )
+            if tokenizer is not None:
+                tokenizer.save_pretrained(directory)
+    if shards is None:
+        return
+    whole = shards.whole
+    adapted = _has_adapters(model)
+    source = (
+        MergedWeightSource(model, whole) if adapted else NamedTensorSource(module_tensors(model))
+    )
+    skipped = set(base._keys_to_ignore_on_save or ())
+    names = [s.name for s in source.specs() if s.alias_of is None and s.name not in skipped]
+
+    def make(name: str) -> torch.Tensor | None:
+        [(_, tensor)] = source.tensors([name])
+        return whole(tensor)
+
+    def published(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        found: dict[str, torch.Tensor] = revert_weight_conversion(base, tensors)
+        return found
+
+    change = published if original_format else None
+    files = _write_layers(directory / "model", names, make, shards, change)
+    if files:
+        index = {"metadata": {}, "weight_map": files}
+        (directory / "model.safetensors.index.json").write_text(json.dumps(index, indent=1))
 
 
-def _read_tensors(file: Path) -> dict[str, torch.Tensor]:
-    """All tensors of one safetensors file, mapped and not copied."""
-    try:
-        with safe_open(file, framework="pt") as tensors:
-            return {name: tensors.get_tensor(name) for name in tensors.keys()}  # noqa: SIM118
-    except (OSError, SafetensorError) as error:
-        raise CheckpointError(
-            f"{file} cannot be read: {error}", fix="load another checkpoint", file=str(file)
-        ) from error
+def _write_layers(
+    stem: Path,
+    names: Iterable[str],
+    make: Callable[[str], torch.Tensor | None],
+    shards: Shards,
+    change: Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]] | None = None,
+) -> dict[str, str]:
+    """Writes a file for each layer, which is all that rank 0 then has of the model.
+
+    Args:
+        stem: Of the files' path.
+        names: Of the tensors, those of a layer one after the other.
+        make: Makes one of them on rank 0; called on all ranks.
+        shards: Of the model.
+        change: Applied to the tensors of a layer, if given.
+
+    Returns:
+        The file of each tensor; nothing on ranks other than 0.
+
+    Raises:
+        OSError: A file could not be written. All tensors were exchanged nevertheless.
+        SafetensorError: Likewise.
+    """
+    layers = [[*group] for _, group in groupby(names, _layer_of)]
+    files: dict[str, str] = {}
+    failed: Exception | None = None
+    for number, layer in enumerate(layers, 1):
+        made = {name: tensor.cpu() for name in layer if (tensor := make(name)) is not None}
+        if shards.ranks.rank or failed:
+            continue
+        tensors = made if change is None else change(made)
+        file = stem.with_name(f"{stem.name}-{number:05}-of-{len(layers):05}.safetensors")
+        try:
+            contiguous = {name: tensor.contiguous() for name, tensor in tensors.items()}
+            save_file(contiguous, file, metadata={"format": "pt"})
+        except (OSError, SafetensorError) as error:  # the other ranks send what is left
+            failed = error
+        files |= dict.fromkeys(tensors, file.name)
+    if failed is not None:
+        raise failed
+    return files
+
+
+def _layer_of(name: str) -> str:
+    """The layer that a tensor belongs to, such as ``layers.3``; empty if to none."""
+    found = re.search(r"\w+\.\d+(?=\.)", name)
+    return found[0] if found else ""
+
+
+def _read_all(file: Path) -> dict[str, torch.Tensor]:
+    """The tensors of a safetensors file, or of those with its stem; mapped and not copied."""
+    tensors: dict[str, torch.Tensor] = {}
+    for part in sorted(file.parent.glob(f"{file.stem}*{file.suffix}")) or [file]:
+        try:
+            with safe_open(part, framework="pt") as found:
+                for name in found.keys():  # noqa: SIM118
+                    tensors[name] = found.get_tensor(name)
+        except (OSError, SafetensorError) as error:
+            raise CheckpointError(
+                f"{part} cannot be read: {error}", fix="load another checkpoint", file=str(part)
+            ) from error
+    return tensors
 
 
 def _has_adapters(model: nn.Module) -> bool:

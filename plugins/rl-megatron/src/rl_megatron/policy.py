@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import math
-import secrets
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from functools import cached_property, partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,7 +14,7 @@ from rl_backends import PolicyBackend, RowLimits
 from rl_backends.gathering import RefitRanks
 from rl_backends.model_files import check_remote_code, config_of
 from rl_backends.policy.base import check_policy_config
-from rl_backends.policy.checkpoint_directory import STATE_FILE, read_json, write_directory
+from rl_backends.policy.checkpoint_directory import STATE_FILE, read_json
 from rl_backends.policy.rows import scoring_rows
 from rl_backends.torch.calibration import BINS, Calibration, check_calibration
 from rl_backends.torch.checkpoints import checkpoint_directory, load_tokenizer
@@ -48,6 +46,7 @@ from rl_megatron.weights import (
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterable, Sequence
+    from pathlib import Path
 
     from rl_backends.torch.optimizer import Optimizer
     from rl_backends.torch.policy_generation import PolicyGeneration
@@ -306,11 +305,7 @@ class MegatronPolicy(PolicyBackend):
             DataError: A row is left-padded, empty, too long or inconsistent with its length.
         """
         self.ready("generate")
-        seeded = "seed" in data or self._generation.config.get("seed") is not None
-        if self.ranks.size > 1 and not greedy and not seeded:  # all ranks draw the same tokens
-            first = self.ranks.gather(secrets.randbits(48))[0]
-            count = len(next(iter(data.values()), ()))
-            data = data | {"seed": torch.arange(first, first + count)}
+        data = self._generation.drawn_alike(data, self.ranks, greedy=greedy)
         with whole_sequences(self._module):
             return self._generation.generate(data, greedy)
 
@@ -358,16 +353,8 @@ class MegatronPolicy(PolicyBackend):
         """Writes the model alone as a Hugging Face checkpoint; all ranks call it with one path."""
         self._check_open("export_hf")
         self.ranks.check_weights(self.changes)
-        with ExitStack() as stack:
-            made = None
-            with self.ranks.all_or_none("an export"):
-                if self.ranks.rank == 0:
-                    made = stack.enter_context(write_directory(path))
-            directory = Path(self.ranks.gather(str(made))[0])
-            with self.ranks.all_or_none("an export"):
-                self._export(directory)
-            with self.ranks.all_or_none("publishing an export"):
-                stack.close()
+        with self.written_by_all(path) as directory:
+            self._export(directory)
 
     def _export(self, directory: Path) -> None:
         checkpoint.export(

@@ -84,7 +84,7 @@ _POLICY: Table = {
 _DTENSOR: Table = {
     **_POLICY,
     "optimizer": ("optimizer", _optimizer),
-    "dtensor_cfg.enabled": ("", None),
+    "dtensor_cfg.enabled": ("dtensor_cfg.enabled", None),
     "dtensor_cfg.activation_checkpointing": ("gradient_checkpointing", None),
     "dtensor_cfg.lora_cfg": ("lora", _lora),
 }

@@ -78,11 +78,13 @@ class Layout:
         name: What the plugin calls it.
         ranks: How many there are, of all copies.
         config: The keys that select it.
+        own_rows: Each rank has other rows, and yet only a part of the weights.
     """
 
     name: str
     ranks: int
     config: Mapping[str, Any]
+    own_rows: bool = False
 
 
 def named_layouts(ctx: Context) -> Mapping[str, Any]:
@@ -102,7 +104,7 @@ def layouts_of(ctx: Context) -> list[Layout]:
         f'{{"{device}": {{"sharded": {{"tp2": {{"ranks": 2, "config": {{...}}}}}}}}}}',
         "no layout",
     )
-    found = [Layout(name, each["ranks"], each["config"]) for name, each in named.items()]
+    found = [Layout(name, **each) for name, each in named.items()]
     if device == "cuda":
         gpus = torch.cuda.device_count()
         found = [layout for layout in found if layout.ranks <= gpus]

@@ -42,8 +42,9 @@ class Target:
             models, under ``"kv_scales"`` that of an engine with an FP8 cache, under ``"adapters"``
             that of one which serves adapters of rank 4 of all linear layers but the output, and
             under ``"sharded"``, by name, the layouts in which a copy of the model is spread over
-            ranks: ``{"tp2": {"ranks": 2, "config": {...}}}``; the entry point of the backend's name
-            in the group ``rl_core.conformance``.
+            ranks: ``{"tp2": {"ranks": 2, "config": {...}}}``, with ``"own_rows": True`` where each
+            of these ranks has other rows; the entry point of the backend's name in the group
+            ``rl_core.conformance``.
     """
 
     name: str
@@ -134,7 +135,7 @@ def _checked(tiny: Any, provider: Provider) -> dict[str, Any]:
 
 def _check_layouts(layouts: Mapping[str, Any]) -> None:
     for name, layout in layouts.items():
-        if layout.keys() != {"ranks", "config"}:
+        if layout.keys() - {"own_rows"} != {"ranks", "config"}:
             raise TypeError(f"layout {name!r} has {sorted(layout)}, not 'ranks' and 'config'")
         ranks = layout["ranks"]
         if not isinstance(ranks, int) or ranks < 2:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from abc import abstractmethod
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +21,8 @@ from rl_backends.policy.model import MODEL, PolicyModel
 from rl_core.errors import CheckpointError, LifecycleError
 
 if TYPE_CHECKING:
+    from collections.abc import Generator
+
     from rl_backends.gathering.changes import WeightChanges
     from rl_backends.policy.randomness import RandomStream
     from rl_backends.policy.ranks import RankGroup
@@ -77,18 +79,30 @@ class PolicyCheckpoints(PolicyModel):
         # By data-parallel rank: the ranks of one copy of the model draw the same numbers.
         random = [drawn for _, drawn in sorted(reported, key=lambda mine: mine[0])]
         state = {"steps": self.steps, "random": random}
-        with writing(path), ExitStack() as stack:
-            written = None
+        with writing(path):
             with self.ranks.all_or_none("saving a checkpoint"):
                 self.ready("save_checkpoint")
+            with self.written_by_all(path) as directory:
                 if self.ranks.rank == 0:
-                    written = stack.enter_context(write_directory(path))
-                    (written / STATE_FILE).parent.mkdir()
-                    (written / STATE_FILE).write_text(json.dumps(state))
-            directory = Path(self.ranks.gather(str(written))[0])
-            with self.ranks.all_or_none("saving a checkpoint"):
+                    (directory / STATE_FILE).parent.mkdir(exist_ok=True)
+                    (directory / STATE_FILE).write_text(json.dumps(state))
                 self.write_checkpoint(directory)
-            with self.ranks.all_or_none("publishing a checkpoint"):
+
+    @contextmanager
+    def written_by_all(self, path: str | Path) -> Generator[Path]:
+        """A directory that all workers write into, which becomes ``path`` once all have.
+
+        See :func:`~rl_backends.policy.checkpoint_directory.write_directory`; called on all workers.
+        """
+        with ExitStack() as stack:
+            made = None
+            with self.ranks.all_or_none("making a directory"):
+                if self.ranks.rank == 0:
+                    made = stack.enter_context(write_directory(path))
+            directory = Path(self.ranks.gather(str(made))[0])
+            with self.ranks.all_or_none(f"writing {path}"):
+                yield directory
+            with self.ranks.all_or_none(f"publishing {path}"):
                 stack.close()
 
     def load_checkpoint(self, path: str | Path) -> None:

@@ -233,6 +233,10 @@ class RankGroup:
                 raise self._lost(what, error) from error
             raise
 
+    def out_of_step(self) -> None:
+        """Called on a rank that failed amid collectives: it exchanges nothing more, and raises."""
+        self._lost_a_peer = True
+
     def close(self) -> None:
         """Leaves the group. Idempotent."""
         if self._tensors is not self._messages:  # before NCCL's destructor runs

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from rl_backends.pieces import copy_to_pieces
 from rl_core.errors import CapabilityError
 
 if TYPE_CHECKING:
@@ -100,7 +101,9 @@ class Optimizer:
         for name, master in self.masters.items():
             target = self.parameters[name].device if device is None else device
             if master is not self.parameters[name]:
-                master.data = master.data.to(target)
+                # As Module.to does: data of a DTensor cannot be set.
+                moved = torch.nn.Parameter(master.detach().to(target))
+                torch.utils.swap_tensors(master, moved)  # type: ignore[no-untyped-call]
             state = self._adamw.state.get(master, {})
             for key in MOMENTS[1:]:
                 if key in state:
@@ -136,15 +139,14 @@ class Optimizer:
         self._adamw.state.clear()
         for name, master in self.masters.items():
             if master is not self.parameters[name]:
-                master.copy_(tensors[f"master.{name}"])
-            state = {key: tensors.get(f"{key}.{name}") for key in MOMENTS}
-            if state["step"] is not None:
-                self._adamw.state[master] = {
-                    # AdamW keeps its step counter on the CPU.
-                    key: value.clone() if key == "step" else value.to(master.device, copy=True)
-                    for key, value in state.items()
-                    if value is not None
-                }
+                copy_to_pieces(master, tensors[f"master.{name}"])
+            if (step := tensors.get(f"step.{name}")) is not None:
+                # AdamW keeps its step counter on the CPU.
+                own = {"step": step.clone()}
+                for key in MOMENTS[1:]:
+                    own[key] = torch.empty_like(master, requires_grad=False)
+                    copy_to_pieces(own[key], tensors[f"{key}.{name}"])
+                self._adamw.state[master] = own
 
 
 def _master(name: str, parameter: nn.Parameter, *, collects: bool) -> nn.Parameter:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import secrets
 from typing import TYPE_CHECKING, Any
+
+import torch
 
 from rl_backends import GenerationBackend
 from rl_core.errors import CapabilityError
@@ -13,6 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from rl_backends import ModelFacts, PolicyRefits, RowEngine
+    from rl_backends.policy.ranks import RankGroup
     from rl_core.batch import BatchedDataDict
     from rl_core.interfaces import GenerationOutputSpec, WeightSink
 
@@ -62,6 +66,20 @@ class PolicyGeneration(GenerationBackend):
             with exclusively(self._lock, DEFAULT_DEADLINE_S, "the policy's generate"):
                 pass  # the step that was going on has ended
             raise
+
+    def drawn_alike(
+        self, data: BatchedDataDict[Any], ranks: RankGroup, *, greedy: bool
+    ) -> BatchedDataDict[Any]:
+        """Rows that get the same tokens on all ranks, which compute them together.
+
+        Rows that nothing else seeds get seeds of rank 0. Called on all ranks.
+        """
+        seeded = "seed" in data or self.config.get("seed") is not None
+        if ranks.size == 1 or greedy or seeded:
+            return data
+        first = ranks.gather(secrets.randbits(48))[0]
+        count = len(next(iter(data.values()), ()))
+        return data | {"seed": torch.arange(first, first + count)}
 
     def row_engine(self) -> RowEngine:
         """See :meth:`GenerationBackend.row_engine`."""

@@ -14,6 +14,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
+from rl_backends.pieces import local_part
 from rl_core.errors import CapabilityError, ConfigError
 from rl_core.weights.tensors import module_tensors, tensor_specs
 
@@ -97,7 +98,7 @@ class _Swap(Reference):
         if not self._kept:
             tensors = module_tensors(model)
             owned = [s.name for s in tensor_specs(tensors) if s.alias_of is None]
-            self._kept = self._stored({name: tensors[name].detach() for name in owned})
+            self._kept = self._stored({name: local_part(tensors[name]) for name in owned})
 
     def _stored(self, owned: dict[str, torch.Tensor]) -> dict[str, Callable[[], torch.Tensor]]:
         copies = {name: tensor.clone() for name, tensor in owned.items()}
@@ -105,12 +106,12 @@ class _Swap(Reference):
 
     @contextmanager
     def using(self, model: nn.Module) -> Generator[nn.Module]:
-        tensors = module_tensors(model)
+        tensors = {name: local_part(tensor) for name, tensor in module_tensors(model).items()}
         own: dict[str, torch.Tensor] = {}
         try:
             with torch.no_grad():
                 for name, kept in self._kept.items():
-                    own[name] = tensors[name].detach().to("cpu", copy=True)
+                    own[name] = tensors[name].to("cpu", copy=True)
                     tensors[name].copy_(kept())
             yield model
         finally:

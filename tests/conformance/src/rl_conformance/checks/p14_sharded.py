@@ -56,12 +56,15 @@ _LENGTHS = (12, 3, 30, 1, 17, 8, 21)
 
 @check("P14", modules=("rl_hosting",), gpus=2, timeout_s=300.0)
 def a_copy_is_on_several_ranks(ctx: Context) -> None:
-    """Every layout has more ranks than there are copies, and so some that share one."""
+    """Every layout has ranks that share a copy: with the same rows, or each with its own."""
     for layout in layouts_of(ctx):
         with beside(ctx, layout) as pair:
-            copies = pair.many.data_parallel_size
-            what = f"data_parallel_size of {layout.ranks} ranks"
-            require(copies < layout.ranks, what, f"< {layout.ranks}", copies)
+            parts, ranks = pair.many.data_parallel_size, layout.ranks
+            what = f"data_parallel_size of {ranks} ranks"
+            if layout.own_rows:
+                same(parts, ranks, f"{what} with own_rows")
+            else:
+                require(parts < ranks, what, f"< {ranks}", parts)
 
 
 @check("P14", modules=("rl_hosting",), gpus=2, timeout_s=300.0)

@@ -1,0 +1,377 @@
+"""Ranks that share one model by FSDP2 do what one rank does, and each keeps a part of it."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import textwrap
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from rl_conformance.losses import LogitLikelihood, RaisesInARow, SequenceLikelihood
+from rl_conformance.models import make_reward_model
+from rl_conformance.training import NegativeLogLikelihood, training_batch
+from rl_core import create_generation, create_policy
+from rl_core.batch import BatchedDataDict
+from rl_core.errors import ConfigError, RLError
+from rl_core.interfaces import WorkerContext
+from rl_core.ports import free_port
+from rl_core.weights import refit
+from rl_hf.policy import HuggingFacePolicy
+from rl_hf.sharding import check_sharding
+from rl_hosting import LocalCluster
+
+SHARDED: dict[str, Any] = {"dtensor_cfg": {"enabled": True}}
+#: A large eps: some biases have no gradient but rounding, which Adam would blow up to its rate.
+OPTIONS: dict[str, Any] = {
+    "backend": "hf",
+    "optimizer": {"lr": 1e-3, "weight_decay": 0.1, "eps": 1e-3},
+    "max_grad_norm": 1.0,
+    "temperature": 0.9,
+    "generation": {"max_new_tokens": 4},
+}
+LENGTHS = (12, 3, 30, 1, 17, 8, 21)
+EXPERTS = {
+    "model_type": "qwen3_moe",
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 64,
+}
+LORA = {"r": 4, "target_modules": "all-linear"}
+
+
+@dataclass
+class Case:
+    """How many ranks, what the model is, and how the policy is configured besides."""
+
+    ranks: int
+    family: str
+    model: dict[str, Any] = field(default_factory=dict)
+    config: dict[str, Any] = field(default_factory=dict)
+
+
+#: Three ranks divide neither the vocabulary nor any width of these models.
+CASES = {
+    "uneven": Case(3, "llama", {"vocab_size": 269}, {"sequence_packing": {"train_mb_tokens": 32}}),
+    "lora": Case(2, "qwen2", {}, {"lora": LORA, "gradient_checkpointing": True}),
+    "tied": Case(3, "qwen2", {"vocab_size": 269}, {"train_micro_batch_size": 1}),
+    "dynamic": Case(2, "qwen3", {}, {"dynamic_batching": {"enabled": True, "train_mb_tokens": 32}}),
+    "recomputed": Case(2, "llama", {}, {"gradient_checkpointing": True, "reference": "copy"}),
+    "experts": Case(2, "qwen3", EXPERTS),
+    "images": Case(2, "qwen2_5_vl"),
+    "eager": Case(2, "llama", {"model_type": "gemma2", "head_dim": 32}),
+    "more ranks than rows": Case(4, "qwen2", {"num_layers": 1, "num_key_value_heads": 1}),
+}
+SHORT = ("uneven", "lora")
+
+
+@contextmanager
+def ranks_of(case: Case, path: Path, **config: Any) -> Iterator[Any]:
+    given = OPTIONS | case.config | SHARDED | config | {"model_name": str(path)}
+    with LocalCluster(case.ranks) as cluster:
+        policy: Any = create_policy(given, cluster)
+        yield policy
+        policy.shutdown()
+
+
+def weights_of(policy: Any, path: Path) -> dict[str, torch.Tensor]:
+    policy.save_checkpoint(str(path))
+    found: dict[str, torch.Tensor] = {}
+    for file in path.glob("model*.safetensors"):
+        found.update(load_file(file))
+    return found
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=[] if n in SHORT else pytest.mark.full) for n in CASES]
+)
+def test_ranks_do_what_one_rank_does(tiny, tmp_path, name):
+    case = CASES[name]
+    path = tiny(case.family, **case.model)
+    data = training_batch(LENGTHS)
+    few = training_batch(LENGTHS, seed=1)
+    few["sample_mask"][1:] = 0  # all ranks but one have no row that counts
+    alone: Any = create_policy(OPTIONS | case.config | {"model_name": str(path)})
+    with ranks_of(case, path) as many:
+        for batch, loss in (
+            (data, NegativeLogLikelihood()),
+            (few, SequenceLikelihood()),
+            (data, LogitLikelihood()),
+        ):
+            one, several = (p.train(batch, loss, mbs=None) for p in (alone, many))
+            for key in ("loss", "grad_norm", "global_valid_toks"):
+                assert float(several[key]) == pytest.approx(float(one[key]), rel=2e-5), key
+        for method in ("get_logprobs", "get_reference_policy_logprobs"):
+            one, several = (getattr(p, method)(data, 2) for p in (alone, many))
+            [key] = one.keys()
+            assert torch.allclose(several[key], one[key], atol=1e-4)
+        one, several = (p.get_topk_logits(data, 3)["topk_logits"] for p in (alone, many))
+        assert torch.allclose(several, one, atol=1e-3)
+        prompts = BatchedDataDict({k: data[k][:2] for k in ("input_ids", "input_lengths")})
+        tokens = [p.generate(prompts, greedy=True)["output_ids"].tolist() for p in (alone, many)]
+        assert tokens[0] == tokens[1]
+        found = weights_of(many, tmp_path / "many")
+        expected = weights_of(alone, tmp_path / "alone")
+        assert found.keys() == expected.keys()
+        for tensor_name, tensor in expected.items():
+            assert torch.allclose(found[tensor_name], tensor, atol=2e-5), tensor_name
+        loaded = AutoModelForCausalLM if case.family != "qwen2_5_vl" else None
+        if loaded is not None:
+            loaded.from_pretrained(tmp_path / "many")
+        given = {"backend": "hf", "model_name": str(path), "temperature": OPTIONS["temperature"]}
+        engine: Any = create_generation(given)
+        refit(many, engine)
+        own = engine.weight_sink().tensors_by_name
+        assert all(torch.equal(own[key], tensor) for key, tensor in found.items())
+        engine.shutdown()
+    alone.shutdown()
+
+
+def chain(path: Path, directory: Path, sizes: tuple[int, ...], **config: Any) -> list[Any]:
+    """Losses and norms of steps, each by another number of ranks, from a checkpoint of the last."""
+    results = []
+    saved: dict[str, Any] = {}
+    for number, ranks in enumerate(sizes):
+        data = training_batch(LENGTHS, seed=number)
+        with ranks_of(Case(ranks, "", {}, config), path, **saved) as policy:
+            done = policy.train(data, NegativeLogLikelihood())
+            results.append([float(done[key]) for key in ("loss", "grad_norm", "lr")])
+            saved = {"resume_from": str(directory / f"{number} {ranks}")}
+            policy.save_checkpoint(saved["resume_from"])
+    return results
+
+
+@pytest.mark.parametrize(
+    "sizes", [(2, 1, 2), pytest.param((1, 2, 4, 2, 1), marks=pytest.mark.full)], ids=str
+)
+@pytest.mark.parametrize("config", [{}, pytest.param({"lora": LORA}, marks=pytest.mark.full)])
+def test_another_number_of_ranks_goes_on(tiny, tmp_path, sizes, config):
+    path = tiny("llama", vocab_size=269)
+    schedule = {"scheduler": {"name": "linear", "total_steps": 20}}
+    found = chain(path, tmp_path, sizes, **schedule, **config)
+    unbroken: Any = create_policy(OPTIONS | schedule | config | {"model_name": str(path)})
+    for number, result in enumerate(found):
+        done = unbroken.train(training_batch(LENGTHS, seed=number), NegativeLogLikelihood())
+        assert result == pytest.approx([float(done[k]) for k in ("loss", "grad_norm", "lr")], 1e-4)
+    unbroken.shutdown()
+
+
+@pytest.mark.full
+def test_bfloat16_has_float32_masters(tiny, tmp_path):
+    """Ranks saved it, and one rank goes on from the same masters."""
+    path = tiny("llama")
+    half = {"torch_dtype": "bfloat16"}
+    with ranks_of(Case(2, "llama"), path, **half) as many:
+        many.train(training_batch(LENGTHS), NegativeLogLikelihood())
+        many.save_checkpoint(str(tmp_path / "saved"))
+        expected = float(many.train(training_batch(LENGTHS), NegativeLogLikelihood())["loss"])
+    masters: dict[str, torch.Tensor] = {}
+    for file in (tmp_path / "saved" / "rl_training").glob("state*.safetensors"):
+        masters.update(load_file(file))
+    given = OPTIONS | half | {"model_name": str(path), "resume_from": str(tmp_path / "saved")}
+    alone: Any = create_policy(given)
+    for name, parameter in alone.model.named_parameters():
+        master = masters[f"master.{name}"]
+        assert master.dtype == torch.float32
+        assert torch.equal(master.bfloat16(), parameter)
+        assert not torch.equal(master, parameter.float())
+    again = float(alone.train(training_batch(LENGTHS), NegativeLogLikelihood())["loss"])
+    assert again == pytest.approx(expected, rel=1e-2)
+    alone.shutdown()
+
+
+def test_a_loss_that_raises_on_one_rank_leaves_all_as_they_were(tiny):
+    data = training_batch(LENGTHS)
+    marked = training_batch(LENGTHS, marked=torch.arange(len(LENGTHS)) == 2)
+    with ranks_of(Case(2, "qwen2", {}, {"train_micro_batch_size": 1}), tiny()) as policy:
+        before = policy.get_logprobs(data)["logprobs"]
+        with pytest.raises(RLError, match="marked row"):
+            policy.train(marked, RaisesInARow())
+        assert torch.equal(policy.get_logprobs(data)["logprobs"], before)
+        policy.train(data, NegativeLogLikelihood())
+
+
+def test_a_row_that_one_rank_refuses_stops_all_of_them(tiny):
+    rows = {"input_ids": torch.full((2, 4), 5), "input_lengths": torch.tensor([4, 2])}
+    bad = BatchedDataDict(rows | {"input_ids": torch.tensor([[5] * 4, [5, 5, 900, 900]])})
+    bad["input_ids"][0, 1] = 100_000
+    with ranks_of(Case(2, "qwen2"), tiny()) as policy:
+        with pytest.raises(RLError, match="100000"):
+            policy.get_logprobs(bad)
+        assert policy.get_logprobs(BatchedDataDict(rows))["logprobs"].shape == (2, 4)
+
+
+# -- what one rank has -----------------------------------------------------------------------------
+
+WORKER = """
+    import json, os, signal, sys, time, torch
+    from rl_backends.pieces import local_part
+    from rl_core.errors import RLError
+    from rl_core.interfaces import WorkerContext
+    from rl_conformance.training import NegativeLogLikelihood, training_batch
+    from rl_hf import hidden
+    from rl_hf.policy import HuggingFacePolicy
+
+    model, directory, what, rank, size, port = sys.argv[1:4] + [int(a) for a in sys.argv[4:]]
+    hidden.CHUNK_ELEMENTS = 1 << 10  # logits of a few tokens at a time
+    worker = WorkerContext(rank, size, rank, "127.0.0.1", port)
+    policy = HuggingFacePolicy(
+        model, worker=worker, dtensor_cfg={"enabled": True}, max_grad_norm=1.0,
+        optimizer={"lr": 1e-3, "eps": 1e-3}, sequence_packing={"train_mb_tokens": 24},
+    )
+    # Of other lengths on each rank: microbatches differ in number.
+    mine = training_batch((24, 20, 16, 24, 18, 22) if rank else (3, 4, 5, 6, 2, 4), seed=rank)
+
+    class Kills(NegativeLogLikelihood):
+        def __call__(self, *args, **kwargs):
+            if rank == 1:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return super().__call__(*args, **kwargs)
+
+    class Full(Exception):
+        pass
+
+    result = {}
+    if what == "dies":
+        begun = time.monotonic()
+        try:
+            policy.train(mine, Kills())
+        except RLError as error:
+            result = {"error": type(error).__name__, "rank": error.details.get("rank")}
+            result["seconds"] = time.monotonic() - begun
+    elif what == "fails":
+        def fail(*args):
+            raise Full("no memory")
+        if rank == 1:
+            policy._forward.model.get_decoder().layers[1].register_forward_pre_hook(fail)
+            errors = []
+            for _ in range(2):
+                try:
+                    policy.train(mine, NegativeLogLikelihood())
+                except Exception as error:
+                    errors.append([type(error).__name__, str(error)])
+            result["errors"] = errors
+            print(json.dumps(result), flush=True)
+            os._exit(0)
+        try:
+            policy.train(mine, NegativeLogLikelihood())
+        except RLError as error:
+            result["errors"] = [[type(error).__name__, str(error)]]
+    else:
+        steps = [policy.train(mine, NegativeLogLikelihood()) for _ in range(2)]
+        result["losses"] = [float(step["loss"]) for step in steps]
+        result["norms"] = [float(step["grad_norm"]) for step in steps]
+        state = policy._optimizer.state().values()
+        result["parameters"] = sum(local_part(p).nbytes for p in policy.model.parameters())
+        result["optimizer"] = sum(local_part(t).nbytes for t in state)
+        policy.export_hf(f"{directory}/exported")
+        policy.shutdown()
+        result["groups left"] = torch.distributed.is_initialized()
+    print(json.dumps(result))
+    sys.stdout.flush()
+    os._exit(0)
+"""
+
+
+def workers(model: Path, directory: Path, what: str, size: int) -> list[dict[str, Any]]:
+    port = free_port()
+    started = [
+        subprocess.Popen(
+            [sys.executable, "-c", textwrap.dedent(WORKER), model, directory, what]
+            + [str(number) for number in (rank, size, port)],
+            stdout=subprocess.PIPE,
+            text=True,
+            env=os.environ | {"OMP_NUM_THREADS": "1"},
+        )
+        for rank in range(size)
+    ]
+    try:
+        outputs = [worker.communicate(timeout=120)[0] for worker in started]
+    finally:
+        for worker in started:
+            worker.kill()
+    return [json.loads(output.splitlines()[-1]) if output else {} for output in outputs]
+
+
+def test_each_rank_has_its_part_and_logits_are_made_in_parts(tiny, tmp_path):
+    path = tiny("qwen3", vocab_size=269, **EXPERTS)
+    first, second = workers(path, tmp_path, "trains", 2)
+    assert first["losses"] == second["losses"]
+    assert not first["groups left"]
+    batches = [training_batch((3, 4, 5, 6, 2, 4)), training_batch((24, 20, 16, 24, 18, 22), seed=1)]
+    joined = BatchedDataDict.from_batches(batches)
+    alone: Any = create_policy(OPTIONS | {"model_name": str(path), "temperature": 1.0}
+                               | {"optimizer": {"lr": 1e-3, "eps": 1e-3}})  # fmt: skip
+    steps = [alone.train(joined, NegativeLogLikelihood()) for _ in range(2)]
+    for key, name in (("losses", "loss"), ("norms", "grad_norm")):
+        assert first[key] == pytest.approx([float(step[name]) for step in steps], rel=2e-5)
+    for what, whole in (
+        ("parameters", sum(p.nbytes for p in alone.model.parameters())),
+        ("optimizer", sum(t.nbytes for t in alone._optimizer.state().values())),
+    ):
+        assert first[what] + second[what] == pytest.approx(whole, rel=1e-2)
+        assert first[what] < 0.52 * whole
+    alone.export_hf(tmp_path / "alone")
+    published: list[dict[str, torch.Tensor]] = [{}, {}]
+    for tensors, name in zip(published, ("exported", "alone"), strict=True):
+        for file in (tmp_path / name).glob("*.safetensors"):
+            tensors.update(load_file(file))
+    assert published[0].keys() == published[1].keys()
+    assert any("experts.0." in name for name in published[0])
+    for name, tensor in published[1].items():
+        assert torch.allclose(published[0][name], tensor, atol=2e-5), name
+    assert json.loads((tmp_path / "exported/config.json").read_text())["architectures"] == [
+        "Qwen3MoeForCausalLM"
+    ]
+    alone.shutdown()
+
+
+def test_a_rank_that_dies_in_a_step_is_named(tiny, tmp_path):
+    survivor, _ = workers(tiny(), tmp_path, "dies", 2)
+    assert survivor["error"] == "WorkerDiedError"
+    assert survivor["rank"] == 1
+    assert survivor["seconds"] < 30
+
+
+def test_a_rank_that_fails_amid_layers_says_so_at_once_and_from_then_on(tiny, tmp_path):
+    other, failed = workers(tiny(), tmp_path, "fails", 2)
+    (first, why), (then, again) = failed["errors"]
+    assert (first, why) == ("Full", "no memory")
+    assert then == "LifecycleError"
+    assert "no memory" in again
+    assert other["errors"][0][0] == "WorkerDiedError"
+
+
+# -- what is refused -------------------------------------------------------------------------------
+
+
+def test_one_rank_has_the_whole_model(tiny):
+    policy: Any = create_policy(OPTIONS | SHARDED | {"model_name": str(tiny())})
+    policy.train(training_batch(LENGTHS), NegativeLogLikelihood())
+    assert type(policy.model).__name__ == "Qwen2ForCausalLM"
+    policy.shutdown()
+
+
+def test_a_device_map_is_refused_and_other_names_are_known():
+    config = SHARDED | {"device_map": "auto"}
+    with pytest.raises(ConfigError, match=r"dtensor_cfg.*device_map"):
+        check_sharding(config, WorkerContext(rank=0, world_size=2))
+    assert not check_sharding(config, None)
+    with pytest.raises(ConfigError, match="dtensor_cfg"):
+        create_policy(OPTIONS | {"model_name": "nowhere", "fsdp": True})
+
+
+def test_a_classifier_is_refused(tmp_path):
+    path = make_reward_model(tmp_path / "classifier")
+    with pytest.raises(ConfigError, match="dtensor_cfg"):
+        HuggingFacePolicy(str(path), worker=WorkerContext(rank=0, world_size=2), **SHARDED)
