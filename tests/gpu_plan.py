@@ -33,7 +33,6 @@ NOT_OF = {
 }
 #: The tests that need a GPU; others import what may not be here.
 TESTS = (
-    "core/tests/weights/pairs/test_delta.py",
     "core/tests/weights/transports/test_cuda.py",
     "core/tests/weights/unit/test_hashing.py",
     "plugins/rl-hf/tests/test_hf_generation.py",

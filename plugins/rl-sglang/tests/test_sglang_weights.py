@@ -23,10 +23,10 @@ class Weights(SimpleNamespace):
     """Of a model whose loader cannot be followed, if ``followed`` is False."""
 
     @property
-    def regions(self) -> dict[str, Any]:
+    def pieces(self) -> list[Any]:
         if not self.followed:
             raise CapabilityError("its loader puts two tensors together")
-        return {}
+        return []
 
     @property
     def layers(self) -> RearrangedLayers:

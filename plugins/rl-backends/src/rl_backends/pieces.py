@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from itertools import pairwise, product
 from math import prod
-from typing import TYPE_CHECKING, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -16,47 +16,35 @@ if TYPE_CHECKING:
 
     from torch.distributed.tensor.placement_types import Placement
 
-__all__ = ["Box", "Piece", "copy_to_pieces", "held_boxes", "index_of", "local_part", "pieces_of"]
+    from rl_core.interfaces import Box
 
-#: A half-open interval for each dimension.
-Box: TypeAlias = tuple[tuple[int, int], ...]
-
-
-class Piece(NamedTuple):
-    """Elements of a tensor that are in this rank's memory.
-
-    Attributes:
-        box: Which ones, in the whole tensor.
-        view: Exactly these, with any strides, in the shape of the box. It shares the memory.
-    """
-
-    box: Box
-    view: torch.Tensor
+__all__ = ["copy_to_pieces", "held_boxes", "index_of", "local_part", "pieces_of"]
 
 
-def pieces_of(tensor: torch.Tensor) -> list[Piece]:
+def pieces_of(tensor: torch.Tensor) -> list[tuple[Box, torch.Tensor]]:
     """What this rank has of a tensor; nothing is communicated.
 
     Args:
         tensor: A DTensor on any mesh, or a tensor that is wholly here.
 
     Returns:
-        Boxes that do not overlap, without empty ones. Ranks that replicate each other have the same
-        boxes; those of all ranks cover the tensor. One box, except for some strided shards. None if
-        this rank is not in the mesh.
+        Boxes that do not overlap, without empty ones, each with a view of exactly its elements: in
+        the shape of the box, with any strides, sharing the tensor's memory. Ranks that replicate
+        each other have the same boxes; those of all ranks cover the tensor. One box, except for
+        some strided shards. None if this rank is not in the mesh.
 
     Raises:
         CapabilityError: Its values are spread in another way than by shards, such as partial sums.
     """
     if not isinstance(tensor, DTensor):
         whole = tuple((0, size) for size in tensor.shape)
-        return [Piece(whole, tensor.detach())] if tensor.numel() else []
+        return [(whole, tensor.detach())] if tensor.numel() else []
     coordinate = tensor.device_mesh.get_coordinate()
     if coordinate is None:
         return []
     local = local_part(tensor)
     found = held_boxes(tensor.shape, tensor.placements, tensor.device_mesh.shape, coordinate)
-    return [Piece(box, local[index_of(place)]) for box, place in found]
+    return [(box, local[index_of(place)]) for box, place in found]
 
 
 def held_boxes(

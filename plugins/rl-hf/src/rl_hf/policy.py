@@ -354,8 +354,9 @@ class HuggingFacePolicy(PolicyBackend):
         rows = scoring_rows(data, self.limits)
         check_calibration(rows.size, percentile, margin)
         calibration = Calibration(include_q=include_q)
-        for _, part in self.microbatches(rows, micro_batch_size):
-            self._forward.observed(self._sequences(part), calibration)
+        with self.running(training=False):
+            for _, part in self.microbatches(rows, micro_batch_size):
+                self._forward.observed(self._sequences(part), calibration)
         return calibration.scales(percentile, margin)
 
     def generate(self, data: BatchedDataDict[Any], greedy: bool = False) -> BatchedDataDict[Any]:
@@ -429,8 +430,12 @@ class HuggingFacePolicy(PolicyBackend):
         say), this is what other engines read; for all others it is the model part of a checkpoint.
         """
         self._check_open("export_hf")
-        self.changes.check_whole()
-        writing = write_directory(path) if self._shards is None else self.written_by_all(path)
+        if self._shards is None:
+            self.changes.check_whole()
+            writing = write_directory(path)
+        else:
+            self.ranks.check_weights(self.changes)
+            writing = self.written_by_all(path)
         with writing as directory:
             saving.write_model(
                 directory, self.model, self.tokenizer, original_format=True, shards=self._shards

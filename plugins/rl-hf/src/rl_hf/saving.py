@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import re
+from contextlib import nullcontext
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
@@ -122,8 +123,9 @@ def write_model(
     """
     base = base_model(model)
     state = merged_state(model) if shards is None and _has_adapters(model) else None
-    if shards is None or shards.ranks.rank == 0:
-        with quiet():
+    writing = nullcontext() if shards is None else shards.ranks.all_or_none("writing a checkpoint")
+    with writing, quiet():
+        if shards is None or shards.ranks.rank == 0:
             # The tensors of shards follow.
             base.save_pretrained(
                 directory,
@@ -177,24 +179,28 @@ def _write_layers(
         The file of each tensor; nothing on ranks other than 0.
 
     Raises:
-        OSError: A file could not be written. All tensors were exchanged nevertheless.
-        SafetensorError: Likewise.
+        Exception: What failed first on rank 0, such as writing a file. All tensors were exchanged
+            nevertheless.
     """
     layers = [[*group] for _, group in groupby(names, _layer_of)]
     files: dict[str, str] = {}
     failed: Exception | None = None
     for number, layer in enumerate(layers, 1):
-        made = {name: tensor.cpu() for name in layer if (tensor := make(name)) is not None}
-        if shards.ranks.rank or failed:
-            continue
-        tensors = made if change is None else change(made)
         file = stem.with_name(f"{stem.name}-{number:05}-of-{len(layers):05}.safetensors")
-        try:
-            contiguous = {name: tensor.contiguous() for name, tensor in tensors.items()}
-            save_file(contiguous, file, metadata={"format": "pt"})
-        except (OSError, SafetensorError) as error:  # the other ranks send what is left
-            failed = error
-        files |= dict.fromkeys(tensors, file.name)
+        made: dict[str, torch.Tensor] = {}
+        for name in layer:
+            tensor = make(name)
+            if tensor is None or failed:
+                continue
+            try:
+                made[name] = tensor.cpu()
+                if name == layer[-1]:
+                    made = made if change is None else change(made)
+                    contiguous = {key: one.contiguous() for key, one in made.items()}
+                    save_file(contiguous, file, metadata={"format": "pt"})
+                    files |= dict.fromkeys(made, file.name)
+            except Exception as error:  # the other ranks send what is left
+                failed = error
     if failed is not None:
         raise failed
     return files

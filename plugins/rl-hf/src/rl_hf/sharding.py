@@ -7,7 +7,7 @@ a rank with fewer microbatches runs it on a few tokens that count for nothing.
 from __future__ import annotations
 
 from collections import Counter
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
@@ -92,6 +92,7 @@ class Shards:
         kind = type(self)
         if device.type == "cuda":
             torch.cuda.set_device(device)
+        self._groups: list[Any] = []
         if not dist.is_initialized():
             with meet(worker, TIMEOUT_S) as store:
                 dist.init_process_group(
@@ -112,13 +113,20 @@ class Shards:
         kind._users += 1
         self.failed = ""
         tensors = "nccl" if device.type == "cuda" else "gloo"
-        self.messages: Any = dist.new_group(backend="gloo", timeout=timedelta(seconds=TIMEOUT_S))
-        self.ranks = RankGroup.of(self.messages)
-        self.ranks.check_gpus(device)
-        self._group: Any = dist.new_group(backend=tensors, timeout=timedelta(seconds=TIMEOUT_S))
-        self._refits: Any = dist.new_group(
-            backend=tensors, timeout=timedelta(seconds=REFIT_TIMEOUT_S)
-        )
+        with ExitStack() as unless_built:
+            unless_built.callback(self._end_groups)
+            self.messages = self._new_group("gloo", TIMEOUT_S)
+            self.ranks = RankGroup.of(self.messages)
+            unless_built.callback(self.ranks.close)
+            self.ranks.check_gpus(device)
+            self._group = self._new_group(tensors, TIMEOUT_S)
+            self._refits = self._new_group(tensors, REFIT_TIMEOUT_S)
+            unless_built.pop_all()
+
+    def _new_group(self, backend: str, timeout_s: float) -> Any:
+        group = dist.new_group(backend=backend, timeout=timedelta(seconds=timeout_s))
+        self._groups.append(group)
+        return group
 
     @torch.no_grad()
     def shard(self, model: nn.Module, inner: nn.Module, probe: Callable[[], torch.Tensor]) -> None:
@@ -227,9 +235,12 @@ class Shards:
 
     def leave(self) -> None:
         """Ends the groups; the last policy of the process ends the default group."""
-        kind = type(self)
         self.ranks.close()
-        for group in (self._refits, self._group, self.messages):
+        self._end_groups()
+
+    def _end_groups(self) -> None:
+        kind = type(self)
+        for group in reversed(self._groups):
             with suppress(ValueError, RuntimeError):  # a peer that died has ended it
                 dist.destroy_process_group(group)
         kind._users -= 1

@@ -1,7 +1,6 @@
 """All workers of a policy: sums and small messages over a separate process group.
 
-The default process group of torch is left to the process's owner. Messages are JSON in byte
-tensors; nothing is unpickled.
+Messages are JSON in byte tensors; nothing is unpickled.
 """
 
 from __future__ import annotations
