@@ -215,11 +215,13 @@ def test_a_row_that_one_rank_refuses_stops_all_of_them(tiny):
 
 WORKER = """
     import json, os, signal, sys, time, torch
+    from unittest import mock
+    from torch.distributed.tensor import DTensor
     from rl_backends.pieces import local_part
     from rl_core.errors import RLError
     from rl_core.interfaces import WorkerContext
     from rl_conformance.training import NegativeLogLikelihood, training_batch
-    from rl_hf import hidden
+    from rl_hf import hidden, saving
     from rl_hf.policy import HuggingFacePolicy
 
     model, directory, what, rank, size, port = sys.argv[1:4] + [int(a) for a in sys.argv[4:]]
@@ -249,6 +251,25 @@ WORKER = """
         except RLError as error:
             result = {"error": type(error).__name__, "rank": error.details.get("rank")}
             result["seconds"] = time.monotonic() - begun
+    elif what == "writes":
+        def full(*args, **kwargs):
+            raise Full("no space")
+        # Before the optimizer is made; all ranks score the same rows.
+        policy.calibrate_qkv_fp8_scales(training_batch((3, 4, 5)))
+        result["norm"] = float(policy.train(mine, NegativeLogLikelihood())["grad_norm"])
+        result["sharded"] = all(isinstance(p, DTensor) for p in policy.model.parameters())
+        result["errors"] = []
+        begun = time.monotonic()
+        for place, name in ((type(policy.model), "save_pretrained"), (saving, "save_file"),
+                            (saving, "revert_weight_conversion")):
+            with mock.patch.object(place, name, full):
+                try:
+                    policy.export_hf(f"{directory}/{name}")
+                except RLError as error:
+                    result["errors"].append(type(error).__name__)
+        result["seconds"] = time.monotonic() - begun
+        policy.export_hf(f"{directory}/exported")
+        policy.shutdown()
     elif what == "fails":
         def fail(*args):
             raise Full("no memory")
@@ -350,6 +371,17 @@ def test_a_rank_that_fails_amid_layers_says_so_at_once_and_from_then_on(tiny, tm
     assert then == "LifecycleError"
     assert "no memory" in again
     assert other["errors"][0][0] == "WorkerDiedError"
+
+
+def test_all_ranks_raise_what_ends_the_writing_on_rank_0_and_go_on(tiny, tmp_path):
+    first, other = workers(tiny(), tmp_path, "writes", 2)
+    assert first["errors"] == ["CheckpointError"] * 3
+    assert other["errors"] == ["TrainingError"] * 3
+    assert max(first["seconds"], other["seconds"]) < 30
+    assert first["sharded"]
+    assert other["sharded"]
+    assert first["norm"] == other["norm"]
+    assert (tmp_path / "exported" / "config.json").exists()
 
 
 # -- what is refused -------------------------------------------------------------------------------
