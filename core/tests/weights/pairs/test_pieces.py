@@ -184,3 +184,81 @@ def test_a_trainer_sends_tensors_that_it_has_in_pieces(keep):
     report = go(trainer, Replicas(*parts), verify="installed")
     assert report.mode == "packed"
     assert all(right(trainer, engine) for engine in parts)
+
+
+class TwoPieces(PieceSink):
+    """Keeps one tensor in the given boxes, in pieces of the given dtype."""
+
+    def __init__(self, shape: tuple[int, ...], found: Sequence[Box], dtype: torch.dtype) -> None:
+        DictSink.__init__(self, {})
+        self.shape, self.norm, self.lose = shape, torch.zeros(0), ""
+        sizes = [[after - first for first, after in box] for box in found]
+        both = zip(found, sizes, strict=True)
+        self.kept = [Piece("w", box, torch.zeros(size, dtype=dtype)) for box, size in both]
+
+    def specs(self) -> Sequence[TensorSpec]:
+        return tensor_specs({"w": torch.empty(self.shape)})
+
+
+def engine_of(keep: Any, *found: Box, dtype: torch.dtype = torch.float32) -> Engine:
+    engine = keep(Engine({}))
+    engine.sink = TwoPieces((8, 4), found, dtype)
+    return engine
+
+
+TOP, BOTTOM, ALL = ((0, 4), (0, 4)), ((4, 8), (0, 4)), ((0, 8), (0, 4))
+
+
+@pytest.mark.parametrize("at_home", [False, True])
+@pytest.mark.parametrize("apart", [False, True])
+def test_a_staged_delta_leaves_what_it_does_not_send(keep, at_home, apart):
+    trainer = keep(Trainer({"w": torch.randn(8, 4)}, at_home=at_home))
+    given = [(TOP,), (BOTTOM,)] if apart else [(TOP, BOTTOM)]
+    parts = [engine_of(keep, *boxes) for boxes in given]
+    go(trainer, Replicas(*parts), isolation="staged")
+    for row in (5, 1):
+        trainer.source.tensor["w"][row].add_(1)
+        go(trainer, Replicas(*parts), isolation="staged", delta=True, verify="wire")
+        assert all(right(trainer, engine) for engine in parts)
+
+
+@pytest.mark.parametrize("found", [(TOP, ALL), (ALL, TOP), (ALL, ALL)])
+@pytest.mark.parametrize("at_home", [False, True])
+def test_pieces_that_overlap_are_all_written(keep, found, at_home):
+    trainer = keep(Trainer({"w": torch.randn(8, 4)}, at_home=at_home))
+    engine = engine_of(keep, *found)
+    go(trainer, engine, verify="wire")
+    assert right(trainer, engine)
+
+
+def test_what_no_engine_keeps_is_a_mismatch(keep):
+    trainer, engine = keep(Trainer({"w": torch.randn(8, 4)})), engine_of(keep, TOP)
+    sending = trainer.sender
+    Replicas(engine).prepare_refit_info(trainer.prepare_refit_info())
+    done = sending.send(receivers=1, deadline_s=SOON), engine.receiver.receive(deadline_s=SOON)
+    with pytest.raises(ManifestMismatchError, match="no engine keeps w\\[4:8,0:4\\]"):
+        done[0].result(SOON)
+    assert done[1].exception(SOON) is not None
+    assert not engine.sink.kept[0].tensor.any()
+
+
+def test_a_piece_of_another_dtype_than_its_engine_describes_is_a_mismatch(keep):
+    trainer = keep(Trainer({"w": torch.randn(8, 4)}))
+    engine = engine_of(keep, ALL, dtype=torch.float16)
+    with pytest.raises(ManifestMismatchError, match="w: the engine describes it as float32"):
+        go(trainer, engine)
+
+
+def test_a_wide_dtype_after_a_cut_piece_of_a_narrow_one(keep):
+    tensors = {"a": torch.randn(5, 3).bfloat16(), "b": torch.randn(3)}
+    trainer, engine = keep(Trainer(tensors, at_home=True)), keep(Engine({}))
+    engine.sink = TwoPieces((5, 3), (), torch.float32)
+    engine.sink.specs = lambda: tensor_specs(tensors)
+    engine.sink.kept = [
+        Piece("a", ((0, 1), (0, 3)), torch.zeros(1, 3).bfloat16()),
+        Piece("a", ((1, 5), (0, 3)), torch.zeros(4, 6).bfloat16()[:, ::2]),
+        Piece.whole("b", torch.zeros(6)[::2]),
+    ]
+    report = go(trainer, engine, verify="wire")
+    assert report.mode == "direct"
+    assert right(trainer, engine)

@@ -160,7 +160,7 @@ def test_a_piece_that_is_not_in_its_tensor_is_a_mismatch(box):
 
 @pytest.mark.parametrize("layout", [{1: []}, {0: [((0, 5), (0, 6))]}, {0: [()]}, {-1: []}])
 def test_boxes_of_another_model_are_refused(layout):
-    with pytest.raises(RefitProtocolError, match="engine has pieces of other tensors"):
+    with pytest.raises(RefitProtocolError, match="engine has boxes outside of"):
         check_layout(WeightManifest((W,)), layout, "engine")
 
 
@@ -168,5 +168,21 @@ def test_boxes_of_another_model_are_refused(layout):
     "cuts", [{1: ()}, {0: ((2,),)}, {0: ((0,), ())}, {0: ((3, 2), ())}, {0: ((4,), ())}]
 )
 def test_cuts_of_another_model_are_refused(cuts):
-    with pytest.raises(RefitProtocolError, match="cuts tensors of another model"):
+    with pytest.raises(RefitProtocolError, match="cuts do not fit these tensors"):
         Partition.checked(WeightManifest((W,)), cuts)
+
+
+def test_pieces_that_would_make_too_many_parts_are_refused():
+    manifest = WeightManifest((TensorSpec("w", (2000, 2000), "float32"),))
+    boxes = [((n, n + 1), (n, n + 1)) for n in range(1, 1999)]
+    with pytest.raises(RefitProtocolError, match="into 4000001 parts"):
+        Partition.of(manifest, [{0: boxes}])
+
+
+def test_a_layout_that_does_not_lie_on_the_cuts_is_noticed():
+    manifest = WeightManifest((TensorSpec("w", (8, 4), "float32"),))
+    parts = Partition.checked(manifest, {0: ((4,), ())})
+    assert parts.has({})
+    assert parts.has({0: [((0, 4), (0, 4))]})
+    assert not parts.has({0: [((0, 3), (0, 4))]})
+    assert not parts.has({0: [((0, 4), (0, 2))]})

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from rl_core.errors import RefitProtocolError
 from rl_core.interfaces import TensorSpec, WeightSink
 
 if TYPE_CHECKING:
@@ -48,9 +49,16 @@ class RemoteSink(WeightSink):
             if any(data is None for _, data in pieces):
                 yield name, None
                 continue
+            seen = torch.zeros(spec.shape, dtype=torch.bool)
             for box, data in pieces:
                 if data:
                     flat = torch.frombuffer(bytearray(data), dtype=whole.dtype)
-                    place = whole[tuple(slice(*ends) for ends in box)]
-                    place.copy_(flat.view(place.shape))
+                    index = tuple(slice(*ends) for ends in box)
+                    whole[index] = flat.view(whole[index].shape)
+                    seen[index] = True
+            if not seen.all():
+                raise RefitProtocolError(
+                    f"the engine has {int(seen.sum())} of the {seen.numel()} elements of {name}",
+                    fix="correct the pieces() of its workers' weight sinks",
+                )
             yield name, whole

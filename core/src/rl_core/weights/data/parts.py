@@ -37,6 +37,8 @@ __all__ = [
     "sizes_of",
 ]
 
+#: Parts of all tensors: a Ready message has 16 bytes for each, and a frame holds half a million.
+_MOST_PARTS = 1 << 19
 #: The boxes that one process has of each tensor, by its index in ``owned``; absent is all of it.
 Layout: TypeAlias = Mapping[int, Sequence[Box]]
 #: By index of a tensor, for each dimension the indices at which it is cut.
@@ -121,7 +123,8 @@ def layout_of(manifest: WeightManifest, pieces: Iterable[Piece] | None) -> dict[
     """The boxes of pieces; those of aliases are not looked at.
 
     Raises:
-        ManifestMismatchError: A piece is not in its tensor, or has another shape or dtype.
+        ManifestMismatchError: A piece is not in its tensor, has another shape than its box, or is
+            not whole and has no tensor.
     """
     if pieces is None:
         return {}
@@ -131,16 +134,16 @@ def layout_of(manifest: WeightManifest, pieces: Iterable[Piece] | None) -> dict[
         if (index := manifest.index.get(piece.name)) is None:
             continue
         spec, box, tensor = manifest.owned[index], piece.box, piece.tensor
-        if box == whole[index] and (tensor is None or tensor.shape == spec.shape):
-            found[index] = found[index] or whole[index : index + 1]
-            continue
-        fits = tensor is None or tensor.shape == sizes_of(box)
-        if not _is_within(box, spec.shape) or not fits:
-            shape = None if tensor is None else list(tensor.shape)
+        if box == whole[index] or tensor is None:
+            fits = box == whole[index] and (tensor is None or tensor.shape == spec.shape)
+        else:
+            fits = _is_within(box, spec.shape) and tensor.shape == sizes_of(box)
+        if not fits:
+            has = "no tensor" if tensor is None else f"a tensor of shape {list(tensor.shape)}"
             raise ManifestMismatchError(
-                f"{piece.name}: a piece has the box {list(box)} and a tensor of shape {shape}; the "
-                f"whole tensor is {list(spec.shape)} {spec.dtype}",
-                fix="correct the boxes that pieces() of the weight source or sink gives",
+                f"{piece.name}: a piece has the box {list(box)} and {has}; the whole tensor is "
+                f"{list(spec.shape)} {spec.dtype}",
+                fix="correct what pieces() of the weight source or sink gives",
                 misshaped=[piece.name],
             )
         if box not in found[index]:  # the engine may have it twice
@@ -154,7 +157,7 @@ def check_layout(manifest: WeightManifest, layout: Layout, peer: str) -> None:
         known = 0 <= index < len(manifest.owned)
         if not known or not all(_is_within(box, manifest.owned[index].shape) for box in boxes):
             raise RefitProtocolError(
-                f"{peer} has pieces of other tensors than the trainer", phase="DISCOVER", peer=peer
+                f"{peer} has boxes outside of the trainer's tensors", phase="DISCOVER", peer=peer
             )
 
 
@@ -192,8 +195,19 @@ class Partition:
             for index, found in sorted(edges.items())
             if any(found)
         }
-        made = cls(whole, cuts)
-        return last if last is not None and last == made else made
+        return cls(whole, cuts)._limited(last)
+
+    def _limited(self, last: Self | None) -> Self:
+        """Itself, or ``last`` if that is the same, unless there are too many parts."""
+        counts = (math.prod(len(at) + 1 for at in inner) for inner in self.cuts.values())
+        if (parts := len(self.whole.owned) + sum(counts)) > _MOST_PARTS:
+            raise RefitProtocolError(
+                f"the pieces of trainer and engines cut the tensors into {parts} parts; at most "
+                f"{_MOST_PARTS} are possible",
+                phase="PREPARE",
+                fix="give fewer and larger pieces",
+            )
+        return last if last == self and last is not None else self
 
     @classmethod
     def checked(cls, whole: WeightManifest, cuts: Cuts, last: Self | None = None) -> Self:
@@ -215,10 +229,9 @@ class Partition:
             )
             if not sound:
                 raise RefitProtocolError(
-                    "the sender cuts tensors of another model", phase="PREPARE"
+                    "the sender's cuts do not fit these tensors", phase="PREPARE"
                 )
-        made = cls(whole, dict(cuts))
-        return last if last is not None and last == made else made
+        return cls(whole, dict(cuts))._limited(last)
 
     @cached_property
     def _parts(self) -> tuple[WeightManifest, list[int]]:
@@ -278,6 +291,40 @@ class Partition:
                 for part in self.of_box(index, box):
                     found[part] = 1
         return bytes(found)
+
+    def check_kept(self, masks: Sequence[bytes]) -> None:
+        """Raises ManifestMismatchError for a part that is in no engine's mask."""
+        if any(0 not in mask for mask in masks):
+            return
+        kept = map(any, zip(*masks, strict=True))
+        if lost := [p.name for p, keep in zip(self.manifest.owned, kept, strict=True) if not keep]:
+            raise ManifestMismatchError(
+                f"no engine keeps {lost[0]} ({len(lost)} parts of tensors)",
+                fix="make the pieces of the weight sinks cover every tensor",
+                missing=lost,
+            )
+
+    def whole_tensors(self, skip: bytes, masks: Sequence[bytes]) -> bytes:
+        """Parts that are left out, if a tensor is sent whole or not at all.
+
+        Args:
+            skip: A byte for each part, 1 for those that no engine needs.
+            masks: Of engines; parts that none keeps are never sent.
+        """
+        left_out = bytearray(skip)
+        for parts in map(self.of_tensor, self.cuts):
+            if not all(skip[parts.start : parts.stop]):
+                for n in parts:
+                    left_out[n] = not any(mask[n] for mask in masks)
+        return bytes(left_out)
+
+    def has(self, layout: Layout) -> bool:
+        """Whether each box of a checked layout is some whole parts."""
+        for index, inner in Partition.of(self.whole, [layout]).cuts.items():
+            own = self.cuts.get(index, ((),) * len(inner))
+            if not all({*at} <= {*cut} for at, cut in zip(inner, own, strict=True)):
+                return False
+        return True
 
     def places(self, layout: Layout, align: int) -> tuple[list[tuple[int, tuple[int, ...]]], int]:
         """Where each part is if the pieces of a process lie one after another.

@@ -25,7 +25,7 @@ _ROWS = 16  # blocks that share the multipliers
 def prepare(
     runs: Sequence[torch.Tensor], factors: torch.Tensor, block: int
 ) -> Callable[[], torch.Tensor]:
-    """Makes ready to sum the blocks of some runs of bytes, as often as needed."""
+    """Makes ready to sum the blocks of some runs of bytes, which are held, as often as needed."""
     places = [
         (run.data_ptr() + start, min(block, run.numel() - start))
         for run in runs
@@ -46,10 +46,10 @@ def prepare(
     addresses, sizes, work = there[:count], there[count : 2 * count], there[2 * count :]
     aligned = not (table[:, 0] % 16).any()
 
-    def launch() -> torch.Tensor:
+    def launch(held: Sequence[torch.Tensor] = tuple(runs)) -> torch.Tensor:
         sums = torch.zeros(count, 2, dtype=torch.int64, device=device)
         if len(tasks):
-            with _CUDA.device_of(runs[0]):  # where Triton launches; keeps the runs' memory, too
+            with _CUDA.device_of(factors):  # Triton launches on the current device
                 _sum[(len(tasks),)](
                     work, addresses, sizes, factors, sums, count, factors.shape[1],
                     columns=_COLUMNS, rows=_ROWS, aligned=aligned, num_warps=8,

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from rl_core.errors import RefitCorrupted, RefitProtocolError
+from rl_core.errors import ManifestMismatchError, RefitCorrupted, RefitProtocolError
 from rl_core.interfaces.weights import Piece
 from rl_core.weights.data.digests import (
     DIGEST_BYTES,
@@ -93,7 +93,14 @@ def kept_of(
     if pieces is None:
         return {}
     owned = expected.index
-    named = (p for p in pieces if p.name in owned)
+    named = [p for p in pieces if p.name in owned]
+    for name, _, tensor in named:
+        if tensor is not None and tensor.dtype != dtype_of(spec := expected.by_name[name]):
+            raise ManifestMismatchError(
+                f"{name}: the engine describes it as {spec.dtype}, but keeps {tensor.dtype}",
+                fix="correct specs() or pieces() of the weight sink",
+                mistyped=[name],
+            )
     roots = (
         p if theirs.by_name[p.name].alias_of is None else p._replace(name=theirs.root(p.name))
         for p in named
@@ -291,12 +298,13 @@ class ReceiverBuckets:
 
     def _verified_beside(self, first: int, group: list[_Run]) -> _Step:
         """A step that verifies a separate copy, and writes that."""
-        begin, size = group[0].start, group[-1].stop - group[0].start
+        begin = group[0].start // ALIGN * ALIGN  # a cut piece may start at any of its elements
+        size = group[-1].stop - begin
         if not len(self._scratch):  # one for all groups
             block = self.plan.block_bytes
             most = max(_GROUP, block) if self.data.device.type == "cpu" else _DEVICE_GROUP
             largest = max(bucket.nbytes for bucket in self.plan.buckets)
-            self._scratch = self.data.new_empty(min(most, largest))
+            self._scratch = self.data.new_empty(min(most, largest) + ALIGN)
         kept = self._scratch[:size]
         copy: Callable[[], object] = partial(kept.copy_, self.data[begin : begin + size])
         if (segment := group[0].segment).strides:

@@ -24,7 +24,7 @@ from rl_core.interfaces.weights import WeightSink
 from rl_core.weights.connections import Connection, Connections, keep_two
 from rl_core.weights.data.digests import BlockHash, DigestTable, TensorHasher
 from rl_core.weights.data.manifest import WeightManifest, compare
-from rl_core.weights.data.parts import Partition
+from rl_core.weights.data.parts import Partition, check_layout
 from rl_core.weights.data.plan import ALIGN, DataMode, make_plan
 from rl_core.weights.engine_lock import EngineLock, exclusively
 from rl_core.weights.job import Endpoint, Job
@@ -522,8 +522,16 @@ class ReceiveJob(Job[ReceiverSession]):
         receiver, wire = self.endpoint, self.trainer.wire
         parts = Partition.checked(wire, prepare.cuts, receiver.parts)
         for info in prepare.lanes.values():
-            if not {len(info.skip), len(info.reads)} <= {0, len(parts.manifest.owned)}:
-                raise RefitProtocolError("the sender skips parts of another model", phase="PREPARE")
+            check_layout(wire, info.layout, "the sender")
+            count = len(parts.manifest.owned)
+            fits = {len(info.skip), len(info.reads)} <= {0, count} and parts.has(info.layout)
+            if fits and info.layout:
+                both = zip(info.skip or bytes(count), parts.mask(info.layout), strict=True)
+                fits = all(map(any, both))  # what is in the plan is in the lane
+            if not fits:
+                raise RefitProtocolError(
+                    "the sender's masks or boxes do not fit these tensors", phase="PREPARE"
+                )
         block_hash = BlockHash.named(
             prepare.hash, private=self._end.private, token=self.trainer.token
         )

@@ -430,8 +430,8 @@ class SendJob(Job[SenderSession]):
             case Confirm():
                 self.session.at = ""
                 self._source.confirm()  # what was sent is of one state
-                if self._same:
-                    self._check_same()
+                if self._same and self.endpoint.committed_parts in (None, self._parts):
+                    self._check_same()  # of other parts, `confirm` alone knows that they stayed
                 table = self._table
                 return self.session.confirmed(
                     {k: "" if table is None else table.digest(m) for k, m in self._keeps.items()}
@@ -457,6 +457,7 @@ class SendJob(Job[SenderSession]):
         self._parts = sender.parts = Partition.of(self._wire, layouts, sender.parts)
         self._keeps = {key: self._parts.mask(r.keeps) for key, r in ready.items()}
         here, parts = self._parts.mask(self._layout), self._parts.manifest.owned
+        self._parts.check_kept(list(self._keeps.values()))
         for key, keeps in self._keeps.items():
             if lacking := [parts[n] for n, keep in enumerate(keeps) if keep > here[n]]:
                 raise ManifestMismatchError(
@@ -518,6 +519,8 @@ class SendJob(Job[SenderSession]):
             )
             for n, one in enumerate(at)
         )
+        if self.options.isolation == "staged":  # a second copy has all of a tensor, or nothing
+            skip = self._parts.whole_tensors(skip, masks)
         return skip if any(skip) else b""
 
     def _bucket_bytes(self, mode: DataMode) -> int:

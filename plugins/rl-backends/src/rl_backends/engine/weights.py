@@ -164,11 +164,13 @@ class LoadedWeights:
             self.layers.take(regions, {spec.name: spec.numel for spec in owned}, places)
         for spec, count in zip(owned, counts, strict=True):
             count.append(bool(self.layers.of_tensor(spec.name)))
-        kept = torch.tensor(counts).view(-1, 2)
-        if self._workers > 1 and owned:
+        # One worker's lack is all workers': what follows has collectives.
+        kept = torch.tensor([*counts, [len(wanting), 0]])
+        if self._workers > 1:
             dist.all_reduce(kept, group=self._group)
+        *found, (lacking, _) = kept.tolist()
         lost, collected = [], set()
-        for spec, (count, processed) in zip(owned, kept.tolist(), strict=True):
+        for spec, (count, processed) in zip(owned, found, strict=True):
             if processed:
                 collected.add(spec.name)
             used = spec.role == "parameter" and (spec.trainable or count)
@@ -185,10 +187,11 @@ class LoadedWeights:
                 fix=f"use another model; to generate without refits, {self._without_refits}",
                 capability="refit",
             )
-        if wanting:
+        if lacking:
+            names = ", ".join(wanting[:5]) or "of another worker"
             raise CapabilityError(
                 f"no tensor of transformers fills these parameters of the engine's "
-                f"{type(self.model).__name__} ({len(wanting)}): {', '.join(wanting[:5])}",
+                f"{type(self.model).__name__} ({lacking}): {names}",
                 fix="report it, with the name of the model; to generate without refits, "
                 f"{self._without_refits}",
                 capability="refit",
