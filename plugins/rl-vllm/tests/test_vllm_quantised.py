@@ -1,7 +1,7 @@
 """Refits of engines in which vLLM quantises or rearranges the weights after loading.
 
-What runs on a CPU: FP8 with a scale for each channel, or with AMX for each block. After a refit the engine holds,
-tensor for tensor, what a new engine holds that loads the trainer's checkpoint.
+What runs on a CPU: FP8 with a scale for each channel, or with AMX for each block. After a refit the
+engine holds, tensor for tensor, what a new engine holds that loads the trainer's checkpoint.
 """
 
 from __future__ import annotations
