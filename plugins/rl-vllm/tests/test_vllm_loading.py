@@ -10,7 +10,6 @@ from torch import nn
 
 from rl_backends.engine.derived_weights import LoadWatch
 from rl_vllm.loading import _SCALES
-from rl_vllm.weights import ModelSink
 
 
 def test_the_configuration_of_a_kernel_that_a_hook_makes_is_not_made_of_weights():
@@ -30,6 +29,8 @@ def test_the_configuration_of_a_kernel_that_a_hook_makes_is_not_made_of_weights(
 
 def test_every_copy_of_a_scale_of_the_cache_is_renewed_by_a_refit_and_is_no_derived_weight():
     attention = pytest.importorskip("vllm.model_executor.layers.attention.attention")
+    from rl_vllm.weights import ModelSink
+
     layer = nn.Linear(2, 2)
     attention.set_default_quant_scales(layer, register_buffer=True)
     layer.kv_cache_dtype = "fp8_e4m3"

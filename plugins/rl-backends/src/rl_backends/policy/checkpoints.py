@@ -83,9 +83,10 @@ class PolicyCheckpoints(PolicyModel):
             with self.ranks.all_or_none("saving a checkpoint"):
                 self.ready("save_checkpoint")
             with self.written_by_all(path) as directory:
-                if self.ranks.rank == 0:
-                    (directory / STATE_FILE).parent.mkdir(exist_ok=True)
-                    (directory / STATE_FILE).write_text(json.dumps(state))
+                with self.ranks.all_or_none("saving a checkpoint"):  # before any rank writes there
+                    if self.ranks.rank == 0:
+                        (directory / STATE_FILE).parent.mkdir(exist_ok=True)
+                        (directory / STATE_FILE).write_text(json.dumps(state))
                 self.write_checkpoint(directory)
 
     @contextmanager
