@@ -212,6 +212,30 @@ def test_three_hundred_connections_leave_nothing_behind(ends):
     until(lambda: held() <= before, lambda: time.sleep(0.05))
 
 
+def test_a_server_closes_while_clients_are_lost_that_did_not_read_all(temporary):
+    # Each round is a race that hung the server's context once in twenty rounds.
+    for round_ in range(60):
+        server = ControlServer(f"ipc://{temporary}/s{round_}")
+        with zmq.Context() as context:
+            context.setsockopt(zmq.RCVHWM, 1)
+            clients = [context.socket(zmq.DEALER) for _ in range(30)]
+            for client in clients:
+                client.connect(server.endpoint)
+                client.send(b"hello")
+            connected: set[str] = set()
+            while len(connected) < len(clients):
+                connected.update(connection for connection, _ in server.receive(SOON))
+            for connection in connected:
+                for _ in range(10):
+                    server.send(connection, bytes(200_000))
+            closing = threading.Thread(target=server.close, daemon=True)
+            closing.start()
+            for client in clients:
+                client.close(0)
+            closing.join(SOON)
+            assert not closing.is_alive(), f"the server closes in round {round_}"
+
+
 def test_many_departures_while_nobody_reads_do_not_stop_the_server(temporary):
     """As between two refits; 2000 messages of ZeroMQ's monitor would fill a queue with a bound."""
     server = ControlServer(f"ipc://{temporary}/s")

@@ -23,7 +23,6 @@ from rl_core.weights.protocol.timing import HEARTBEAT_S, LINGER_S, SILENCE_S
 
 __all__ = ["ControlClient", "ControlServer"]
 
-_LINGER_MS = int(1000 * LINGER_S)
 _HEARTBEAT_MS, _SILENCE_MS = int(1000 * HEARTBEAT_S), int(1000 * SILENCE_S)
 #: A lost connection ends its refit long before it would be made again. Not -1 (never), with which
 #: ZeroMQ throws away what was received on it and not yet read.
@@ -81,9 +80,11 @@ class _MonitoredSocket:
     """A socket, and how many of its connections were lost."""
 
     def __init__(self, context: zmq.Context[_Socket], kind: int, events: int) -> None:
-        # A full queue stops ZeroMQ from reading a connection, heartbeats included, which then ends.
-        # Who may connect is trusted with memory: one user, or who knows the key. A full queue of
-        # the monitor, which nobody reads between refits, would stop the thread of all connections.
+        # Before a socket is bound: its connections keep the value of that time. Without a limit a
+        # connection that is lost while the socket closes would keep the context from ending.
+        context.setsockopt(zmq.LINGER, int(1000 * LINGER_S))
+        # Without a limit of frames, as who connects is trusted (this user, or who has the key): a
+        # full queue ends its connection, and the monitor's, read in refits alone, all connections.
         context.setsockopt(zmq.RCVHWM, 0)
         context.setsockopt(zmq.SNDHWM, 0)
         self.socket = context.socket(kind)
@@ -112,7 +113,7 @@ class _MonitoredSocket:
         if not self.socket.closed:
             self.socket.disable_monitor()
             self._monitor.close(0)
-            self.socket.close(_LINGER_MS)
+            self.socket.close()
 
 
 class ControlServer:
@@ -325,13 +326,12 @@ def _received(socket: _Socket) -> list[bytes] | None:
 
 
 def _destroy(context: zmq.Context[_Socket], held: list[_MonitoredSocket], owner: int) -> None:
-    """Closes all sockets of a context.
+    """Closes all sockets of a context, which waits for them.
 
-    The context waits for them and knows them weakly: garbage that still holds its sockets would
-    wait for ever. So what they are held by is handed over, and lives until here.
+    It knows them weakly, and would not find those of garbage: so what holds them is handed over.
     """
     if os.getpid() == owner:  # not in a forked child that ends: it does not own these sockets
         for monitored in held:
             monitored.close()
-        context.destroy(_LINGER_MS)
+        context.destroy()
     held.clear()
