@@ -35,7 +35,11 @@ __all__ = ["COMMANDS", "main"]
 #: The entry-point group of sub-commands.
 COMMANDS = "rl_core.commands"
 
-_OWN = {"backends": "rl_cli.backends:app", "env": "rl_cli.environment:app"}
+_OWN = {
+    "backends": "rl_cli.backends:app",
+    "env": "rl_cli.environment:app",
+    "refit": "rl_cli.refit:app",
+}
 #: Commands of other distributions, so that users without these learn where they are.
 _ELSEWHERE = {
     **dict.fromkeys(("check", "conformance", "explain", "new"), "rl-conformance"),
