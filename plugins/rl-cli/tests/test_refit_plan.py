@@ -155,3 +155,15 @@ def test_models_that_cannot_be_planned(
     assert code == 1
     assert message in err
     assert "Fix: " in err
+
+
+def test_help_fits_a_terminal(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    with pytest.raises(SystemExit) as caught:
+        main(["refit", "plan", "--help"])
+    out = capsys.readouterr().out
+    assert caught.value.code == 0
+    assert "usage: rl refit plan [OPTIONS]" in out
+    assert max(map(len, out.splitlines())) <= 80

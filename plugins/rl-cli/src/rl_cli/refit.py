@@ -140,8 +140,8 @@ _plan = app.command(
     "plan",
     "Predict the bytes and the least seconds of a refit, without weights and without GPUs",
     "rl refit plan --model DIRECTORY --trainer tp2ep4 --engine tp8x2\n"
-    "rl refit plan --model config.json --trainer fsdp64 --engine tp8x16 --json\n"
-    "rl refit plan --model config.json --trainer tp8pp8dp2 --engine tp8ep8x16 --svg plan.svg",
+    "rl refit plan --model DIRECTORY --trainer fsdp64 --engine tp8x16 --json\n"
+    "rl refit plan --model DIRECTORY --trainer tp8pp8 --engine x16 --svg FILE",
     details="SHAPE has sizes one after another. tp: ranks that share every layer; pp: pipeline "
     "stages; dp: copies; fsdp: ranks over which each tensor is cut; ep: ranks over which the "
     "experts are dealt; etp: ranks that share every expert (default: tp for a trainer and without "

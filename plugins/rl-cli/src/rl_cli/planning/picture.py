@@ -35,7 +35,7 @@ def heat_map(pairs: Sequence[int], trainer: int, engine: int, title: str) -> str
             squares[at] = squares.get(at, 0) + nbytes
     rows, columns = -(-trainer // down), -(-engine // right)
     most = max(squares.values(), default=1)
-    width, height = max(columns * _SIZE, 400) + 2 * _LEFT, rows * _SIZE + _TOP + 40
+    width, height = max(columns * _SIZE, 400) + 2 * _LEFT, max(rows * _SIZE, 140) + _TOP + 40
     turned = f'text-anchor="end" transform="rotate(-90 {_LEFT - 10} {_TOP})"'
     lines = [
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}">',
