@@ -16,10 +16,10 @@ _FIRST, _TRIES = 20_000, 32
 _RANGE, _USUAL = Path("/proc/sys/net/ipv4/ip_local_port_range"), "32768 60999"
 
 
-def default_address() -> str:
-    """The address under which other hosts most likely reach this one: that of its default route."""
+def default_address(towards: str = "192.0.2.1") -> str:
+    """Where other hosts most likely reach this one: its address on the route to one of them."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe, suppress(OSError):
-        probe.connect(("192.0.2.1", 9))  # a documentation address: nothing is sent
+        probe.connect((towards, 9))  # nothing is sent; the default is a documentation address
         address: str = probe.getsockname()[0]
         return address
     return "127.0.0.1"

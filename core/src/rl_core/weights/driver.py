@@ -8,7 +8,7 @@ import time
 import warnings
 import weakref
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from ipaddress import ip_address
 from typing import TYPE_CHECKING, Any
 
@@ -49,7 +49,7 @@ _told_of_trainer: weakref.WeakSet[Any] = weakref.WeakSet()
 
 def refit(
     policy: ColocatablePolicyInterface | nn.Module | WeightSource,
-    generation: GenerationInterface | nn.Module,
+    generation: GenerationInterface | nn.Module | None,
     *,
     rename: Callable[[str], str | None] | None = None,
     retries: int = 0,
@@ -61,8 +61,8 @@ def refit(
     Args:
         policy: The trainer, embedded or in workers. Or the module that somebody else trains, or a
             source of weights: see :mod:`rl_backends.modules`.
-        generation: The engine, embedded or in workers; all of its replicas commit or none. Or the
-            module that somebody else generates with, which is written to in place.
+        generation: The engine, embedded or in workers; all of its replicas commit or none. Or a
+            module to generate with, written to in place. None on ranks that do not send.
         rename: For a module: gives its tensors the checkpoint's names; None leaves one out.
         retries: How often to try again after a transfer that failed, before ``deadline_s`` have
             passed since the first attempt; what was verified and written in place is
@@ -89,7 +89,7 @@ def refit(
     """
     sender, receiver = _end(policy, "send_weights"), _end(generation, "receive_weights")
     swapped = isinstance(policy, GenerationInterface) or isinstance(generation, PolicyInterface)
-    if swapped or sender is None or receiver is None:
+    if swapped or sender is None or (receiver is None and generation is not None):
         fix = "call refit(policy, generation): the trainer, or its module, comes first"
         if isinstance(policy, Mapping) or isinstance(generation, Mapping):
             fix = "pass the module itself, not its state_dict()"
@@ -101,9 +101,8 @@ def refit(
             fix=fix,
         )
     if rename is not None and sender is policy:
-        raise ConfigError(
-            "refit: rename is only for a torch module", fix="leave rename out", key="rename"
-        )
+        text = "refit: rename is only for a torch module"
+        raise ConfigError(text, fix="leave rename out", key="rename")
     warn_of_sampling(sender, receiver)
     options.setdefault("receivers", getattr(generation, "receiver_count", 1))
     chosen = SendOptions.of(options)
@@ -112,7 +111,7 @@ def refit(
     hookspecs.emit("refit_started", verify=chosen.verify, isolation=chosen.isolation)
     while True:
         try:
-            with _turn(sender, end), _turn(receiver, end):
+            with _turn(sender, end), _turn(receiver, end) if receiver else nullcontext():
                 if sender is not policy:
                     sender.rename = rename
                 if (left := end - time.monotonic()) < chosen.deadline_s - TICK_S:
@@ -125,9 +124,8 @@ def refit(
                 may_pass = error.details.get("phase") in (Phase.TRANSFER, Phase.SEAL)
             else:
                 may_pass = isinstance(error, RefitError | DeadlineError)
-            mismatch = isinstance(error, ManifestMismatchError)
-            left = end - time.monotonic()
-            again = attempt <= retries and may_pass and not mismatch and left > least_s
+            may_pass &= not isinstance(error, ManifestMismatchError)
+            again = attempt <= retries and may_pass and end - time.monotonic() > least_s
             what = {"error": type(error).__name__, "message": str(error), "attempt": attempt}
             hookspecs.emit("refit_retried" if again else "refit_failed", **what)
             if not again:
@@ -169,7 +167,7 @@ def _turn(side: Any, end: float) -> AbstractContextManager[None]:
 
 def _attempt(
     policy: ColocatablePolicyInterface,
-    generation: GenerationInterface,
+    generation: GenerationInterface | None,
     chosen: SendOptions,
     options: dict[str, Any],
     address: str | None,
@@ -177,38 +175,40 @@ def _attempt(
 ) -> RefitReport:
     end = time.monotonic() + chosen.deadline_s
     info = policy.prepare_refit_info()
-    if info is None:
-        text = "the policy's prepare_refit_info() returned None"
-        raise RefitProtocolError(text, fix="build it on PolicyBackend", phase="DISCOVER")
-    if chosen.transport == "collective" and "collective" not in info.get("addresses", {}):
-        if not {"host", "port"} <= set(info):
-            raise RefitProtocolError(
-                "the policy's prepare_refit_info names no host and port to connect to",
-                fix="build the policy on PolicyBackend, or call init_collective on both sides",
-                phase="DISCOVER",
-            )
-        # An address that the internet reaches must be named by the user.
-        if address is None and ip_address(info["host"]).is_global:
-            raise ConfigError(
-                f"refit: the trainer's default route has the public address {info['host']}, and "
-                "weights are sent without encryption",
-                fix="pass address= with the trainer's address in a private network",
-                key="address",
-            )
-        meeting = (address or info["host"], info["port"], 1 + chosen.receivers)
-        opening = policy.init_collective(*meeting)
-        info = policy.prepare_refit_info() or info  # with where to find it, for the engines alone
-        generation.prepare_refit_info(info)
-        opening = [*opening, *generation.init_collective(*meeting)]
-        wait(opening, chosen.deadline_s + DRIVER_GRACE_S)
-        options = {**options, "deadline_s": max(TICK_S, end - time.monotonic())}
-        chosen = SendOptions.of(options)
-    else:
-        generation.prepare_refit_info(info)
-    number = info.get("number")  # None where neither side derives from our interfaces
+    if info is None and generation is None:  # another rank of the policy sends
+        results = wait(policy.send_weights(**options), chosen.deadline_s + DRIVER_GRACE_S)
+        return RefitReport.of(results, attempt)
+    number = info.get("number") if info else None  # also where a side does not derive from ours
+    try:
+        if info is None or generation is None:
+            text = "refit: the rank that sends weights must have an engine, and no other rank"
+            raise ConfigError(text, fix="pass None on the other ranks", key="generation")
+        if chosen.transport == "collective" and "collective" not in info.get("addresses", {}):
+            if not {"host", "port"} <= set(info):
+                text = "the policy's prepare_refit_info names no host and port to connect to"
+                fix = "build the policy on PolicyBackend, or call init_collective on both sides"
+                raise RefitProtocolError(text, fix=fix, phase="DISCOVER")
+            # An address that the internet reaches must be named by the user.
+            if address is None and ip_address(info["host"]).is_global:
+                text = f"refit: the trainer's default route has the public address {info['host']}, "
+                text += "and weights are sent without encryption"
+                fix = "pass address= with the trainer's address in a private network"
+                raise ConfigError(text, fix=fix, key="address")
+            meeting = (address or info["host"], info["port"], 1 + chosen.receivers)
+            opening = policy.init_collective(*meeting)
+            info = policy.prepare_refit_info() or info  # with where to find it, for the engines
+            generation.prepare_refit_info(info)
+            opening = [*opening, *generation.init_collective(*meeting)]
+            wait(opening, chosen.deadline_s + DRIVER_GRACE_S)
+            options = {**options, "deadline_s": max(TICK_S, end - time.monotonic())}
+            chosen = SendOptions.of(options)
+        else:
+            generation.prepare_refit_info(info)
+    except BaseException:
+        _cancel(policy, [], number)  # its other ranks may wait already
+        raise
     sending = policy.send_weights(**{**options, "number": number})
-    receiving: list[Future] = []
-    results: list[Any] = []
+    receiving, results = list[Any](), list[Any]()
     failure: RLError | None = None
     try:
         for call in map(as_concurrent, sending):

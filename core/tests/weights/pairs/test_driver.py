@@ -252,10 +252,12 @@ def test_an_engine_that_gave_up_on_its_own_is_named(pair):
         go(trainer, engine)
 
 
-def test_a_policy_without_tensors_is_refused(pair):
+def test_only_a_rank_that_sends_has_an_engine(pair):
     trainer, engine = pair
+    with pytest.raises(ConfigError, match="must have an engine"):
+        go(trainer, None)
     trainer.prepare_refit_info = lambda: None
-    with pytest.raises(RefitProtocolError, match="returned None"):
+    with pytest.raises(ConfigError, match="and no other rank"):
         go(trainer, engine)
 
 
