@@ -9,28 +9,29 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeAlias
 
+import torch
 from torch import nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
-from torch.optim.optimizer import (
-    register_optimizer_step_post_hook,
-    register_optimizer_step_pre_hook,
-)
 
+from rl_backends.gathering.changes import WatchedTensors
 from rl_backends.spellings import SendsWeights, TakesWeights
 from rl_core.errors import CapabilityError, LifecycleError
+from rl_core.futures import time_left
 from rl_core.install import install_command
 from rl_core.interfaces import WeightSource
 from rl_core.plugins.hookspecs import only_answer
+from rl_core.weights.options import SendOptions
 from rl_core.weights.receiving.receiver import RefitReceiver
 from rl_core.weights.sending.sender import RefitSender
 from rl_core.weights.sending.sources import GuardedSource
 from rl_core.weights.tensors import NamedTensorSink, NamedTensorSource, module_tensors
 
 if TYPE_CHECKING:
-    import torch
-
+    from rl_backends.gathering.mesh import MeshPart, MeshRanks
+    from rl_core.interfaces import Future
     from rl_core.weights.engine_lock import Lock
 
 __all__ = [
@@ -56,31 +57,104 @@ class ModuleSender(SendsWeights):
             and have what a plugin reads (:meth:`HookSpecs.weight_source`), such as adapters. Or a
             :class:`WeightSource`, which then serves all refits. It is not kept alive by this.
         rename: Gives every tensor the name that it has in the checkpoint, which is the engine's.
+
+    If the module has DTensors, each rank of their meshes has such an end, and calls its methods at
+    the same time as the others. The first rank sends; on the others :meth:`prepare_refit_info`
+    returns None, and :meth:`send_weights` takes part.
     """
 
     def __init__(self, model: nn.Module | WeightSource, *, rename: Rename | None = None) -> None:
         model = unwrapped(model)
         self.rename = rename
         self._model = weakref.ref(model)
-        name = type(model).__name__
-        self._sender = RefitSender(self._source, name=name)
-        self._close = weakref.finalize(model, self._sender.close)
+        self._ranks: MeshRanks | None = None
+        self._sender = RefitSender(self._source, name=type(model).__name__)
+        self._close = weakref.finalize(model, self._end)
+
+    def prepare_refit_info(self) -> dict[str, Any] | None:
+        """As a policy's; None on a rank that does not send.
+
+        Raises:
+            CapabilityError: Some tensors cannot be sent; names one.
+            RefitPeerError: On another rank: the first one did not come in time.
+        """
+        ranks = self._find_ranks()
+        if ranks is not None and ranks.rank > 0:
+            return None
+        try:
+            return super().prepare_refit_info()
+        except BaseException:
+            self.cancel_refit(self._sender.number + 1)  # other ranks may wait for it
+            raise
+
+    def send_weights(self, **options: Any) -> list[Future]:
+        """As a policy's, or takes part in the refit of the rank that sends.
+
+        Raises:
+            RefitPeerError: As :meth:`prepare_refit_info`.
+        """
+        ranks = self._find_ranks()
+        if ranks is None:
+            return super().send_weights(**options)
+        if ranks.rank == 0:
+            return [ranks.leader.send(self._sender, options)]
+        deadline_s = time_left(SendOptions.of(options).deadline_s)
+        return [ranks.follower.follow(partial(self._part, ranks), 0, deadline_s)]
+
+    def cancel_refit(self, number: int) -> None:
+        """As a policy's; the other ranks learn of it."""
+        if not self._sender.cancel(number) and self._ranks is not None and self._ranks.rank == 0:
+            self._ranks.leader.dismiss(number, "it failed on rank 0 before it began")
 
     def shutdown(self) -> bool:
         """Ends every refit, and closes sockets and memory. Idempotent."""
         self._close()
         return True
 
-    def _source(self) -> WeightSource:
+    def _end(self) -> None:
+        self._sender.close()
+        if self._ranks is not None:
+            self._ranks.close()
+
+    def _find_ranks(self) -> MeshRanks | None:
+        """Those of the module's meshes, anew if they are other ones than in the last refit."""
+        model, tensors, members = self._module(), dict[str, torch.Tensor](), tuple[int, ...]()
+        if isinstance(model, nn.Module) and _fsdp1_in(model) is None:  # whose state is a collective
+            tensors = module_tensors(model)
+        if (
+            any(hasattr(tensor, "full_tensor") for tensor in tensors.values())
+            and only_answer("weight_source", module=model) is None
+        ):
+            from rl_backends.gathering.mesh import MeshRanks, mesh_members  # takes a second
+
+            members = mesh_members(type(model).__name__, tensors)
+        if self._ranks is not None and self._ranks.members != members:
+            self._ranks.close()
+            self._ranks = None
+        if members and self._ranks is None:
+            self._ranks = MeshRanks(members, model)
+        return self._ranks
+
+    def _part(self, ranks: MeshRanks) -> MeshPart:
+        return ranks.part(_without_adapters(self._module(), sharded=True))
+
+    def _module(self) -> Any:
         model = self._model()
         if model is None:
             raise LifecycleError(
                 f"the module behind {self._sender.name} no longer exists",
                 fix="keep a reference to the module as long as you refit from it",
             )
+        return model
+
+    def _source(self) -> WeightSource:
+        model, rename = self._module(), self.rename or str
         if isinstance(model, WeightSource):
-            return GuardedSource(model, lambda place="": None, self.rename or str)
-        return _Watched(model, self.rename)
+            return GuardedSource(model, lambda place="": None, rename)
+        if (ranks := self._find_ranks()) is not None:
+            part = self._part(ranks)
+            return GuardedSource(part, part.watched.check, rename)
+        return _Watched(model, rename)
 
 
 class ModuleReceiver(TakesWeights):
@@ -159,23 +233,33 @@ def unwrapped(model: Any) -> Any:
             return model
 
 
-def whole_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
+def whole_tensors(model: nn.Module, *, sharded: bool = False) -> dict[str, torch.Tensor]:
     """Parameters and persistent buffers, by the names that they have without compiled parts.
+
+    Args:
+        model: Whose tensors are wanted.
+        sharded: DTensors may be among them.
 
     Raises:
         CapabilityError: A tensor is not wholly here, or is not here as it is used.
     """
     kind = type(model).__name__
-    for name, part in model.named_modules():
-        if type(part).__module__.startswith("torch.distributed.fsdp.fully_sharded"):
-            raise _not_whole(kind, name or "the module", "is sharded (FSDP)")
+    if (name := _fsdp1_in(model)) is not None:
+        raise _not_whole(kind, name or "the module", "is sharded (FSDP)")
     tensors = module_tensors(model)
     for name, tensor in tensors.items():
-        if hasattr(tensor, "full_tensor") or hasattr(tensor, "ds_id"):
+        if hasattr(tensor, "ds_id") or (hasattr(tensor, "full_tensor") and not sharded):
             raise _not_whole(kind, name, f"is sharded ({type(tensor).__name__})")
         if tensor.is_meta:
             raise _not_whole(kind, name, "is on the meta device, so that its values are elsewhere")
     return {plain_name(name): tensor for name, tensor in tensors.items()}
+
+
+def _fsdp1_in(model: nn.Module) -> str | None:
+    """The name of the first part that the older FSDP shards."""
+    where = "torch.distributed.fsdp.fully_sharded"
+    parts: list[tuple[str, nn.Module]] = [*model.named_modules()]
+    return next((n for n, part in parts if type(part).__module__.startswith(where)), None)
 
 
 def plain_name(name: str) -> str:
@@ -183,58 +267,33 @@ def plain_name(name: str) -> str:
     return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
 
 
-def _without_adapters(model: nn.Module) -> dict[str, torch.Tensor]:
+def _without_adapters(model: nn.Module, *, sharded: bool = False) -> dict[str, torch.Tensor]:
     if hasattr(model, "peft_config"):
         raise CapabilityError(
             f"{type(model).__name__} has adapters, and the engine's model has none",
             fix=f"{install_command('rl-hf', 'lora')}, which merges them; or call merge_and_unload",
         )
-    return whole_tensors(model)
+    return whole_tensors(model, sharded=sharded)
 
 
 def _not_whole(kind: str, name: str, why: str) -> CapabilityError:
     return CapabilityError(
         f"{kind}: {name} {why}, and a refit needs every tensor whole in this process",
-        fix="give refit a WeightSource that gathers them (rl_backends.gathering.GatheredSource "
-        "for several ranks), or a policy backend such as rl-hf or rl-megatron",
+        fix="shard it with fully_shard (FSDP2), or give refit a WeightSource that gathers them "
+        "(rl_backends.gathering.GatheredSource), or a policy backend such as rl-hf or rl-megatron",
     )
 
 
 class _Watched(GuardedSource):
     """What a refit reads of a module; it ends if the module changes, as far as torch tells."""
 
-    def __init__(self, module: nn.Module, rename: Rename | None) -> None:
+    def __init__(self, module: nn.Module, rename: Rename) -> None:
         known = only_answer("weight_source", module=module)
         source = known or NamedTensorSource(_without_adapters(module))
-        super().__init__(source, self._check, rename or str)
-        self._tensors = list(module_tensors(module).values())
-        self._counted = self._counts()
-        self._stepped = False
-        ours = {id(tensor) for tensor in self._tensors}
-
-        def stepping(optimizer: Any, args: Any, kwargs: Any) -> None:
-            groups = optimizer.param_groups
-            self._stepped |= any(id(p) in ours for group in groups for p in group["params"])
-
-        # Fused optimizers change tensors without torch's counting it.
-        self._hooks = [
-            register_optimizer_step_pre_hook(stepping),
-            register_optimizer_step_post_hook(stepping),
-        ]
-
-    def _counts(self) -> list[int]:
-        return [-1 if tensor.is_inference() else tensor._version for tensor in self._tensors]
-
-    def _check(self, place: str = "") -> None:
-        # All are counted once, when everything was read.
-        if self._stepped or (not place and self._counts() != self._counted):
-            raise LifecycleError(
-                f"the module's weights changed during a refit{place}",
-                fix="refit between two steps, and wait for it before the next one",
-            )
+        self._watched = WatchedTensors(module_tensors(module).values())
+        super().__init__(source, self._watched.check, rename)
 
     def close(self) -> None:
         """See :meth:`WeightSource.close`."""
-        for hook in self._hooks:
-            hook.remove()
+        self._watched.close()
         super().close()

@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from torch import nn
     from transformers import PreTrainedModel
 
+    from rl_backends.gathering.dtensors import Whole
     from rl_core.interfaces import TensorSpec
-    from rl_hf.sharding import Whole
 
 __all__ = [
     "AdapterWeightSource",

@@ -13,6 +13,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from rl_backends import PolicyBackend, RowLimits
 from rl_backends.gathering import RefitRanks
+from rl_backends.gathering.dtensors import DTensorSource
 from rl_backends.pieces import local_part
 from rl_backends.policy.base import check_policy_config
 from rl_backends.policy.checkpoint_directory import write_directory
@@ -38,7 +39,7 @@ from rl_hf.modeling import load_model, model_device, model_facts
 from rl_hf.placement import Placement
 from rl_hf.positions import sharing_limit
 from rl_hf.reward import reward_scores
-from rl_hf.sharding import KEY, ShardedSource, Shards, check_sharding
+from rl_hf.sharding import KEY, Shards, check_sharding
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
@@ -46,9 +47,9 @@ if TYPE_CHECKING:
 
     from torch import nn
 
+    from rl_backends.gathering.dtensors import Whole
     from rl_core.interfaces import WeightSource, WorkerContext
     from rl_hf.hidden import Body
-    from rl_hf.sharding import Whole
 
 _log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -450,7 +451,7 @@ class HuggingFacePolicy(PolicyBackend):
         if self._shards is None:
             return self._tensors()
         whole = partial(self._shards.whole, refit=True)
-        return ShardedSource(self.refit_ranks, self.changes, self._tensors(whole), whole)
+        return DTensorSource(self.refit_ranks, self.changes, self._tensors(whole), whole)
 
     def _tensors(self, whole: Whole | None = None) -> NamedTensorSource:
         if not self._adapters:

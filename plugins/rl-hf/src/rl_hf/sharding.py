@@ -16,28 +16,19 @@ from torch import distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor
 
-from rl_backends.gathering import GatheredSource
-from rl_backends.pieces import held_boxes, index_of, pieces_of
+from rl_backends.gathering.dtensors import GATHER_TIMEOUT_S, whole_on_first
 from rl_backends.policy.ranks import TIMEOUT_S, RankGroup, meet
 from rl_core.errors import CapabilityError, ConfigError, LifecycleError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 
-    from rl_backends.gathering import RefitRanks, WeightChanges
-    from rl_core.interfaces import TensorSpec, WorkerContext
-    from rl_core.weights.tensors import NamedTensorSource
+    from rl_core.interfaces import WorkerContext
 
-    #: Makes a tensor whole on rank 0; None elsewhere.
-    Whole = Callable[[torch.Tensor], torch.Tensor | None]
-
-__all__ = ["KEY", "ShardedSource", "Shards", "check_sharding"]
+__all__ = ["KEY", "Shards", "check_sharding"]
 
 KEY = "dtensor_cfg"
-#: Longest wait for a rank in a refit: what hangs in a gather because one has died ends then.
-REFIT_TIMEOUT_S = 60.0
 #: What log-probs may change by when a model is sharded: nothing but the order of sums does.
 TOLERANCE = 0.02
 
@@ -120,7 +111,7 @@ class Shards:
             unless_built.callback(self.ranks.close)
             self.ranks.check_gpus(device)
             self._group = self._new_group(tensors, TIMEOUT_S)
-            self._refits = self._new_group(tensors, REFIT_TIMEOUT_S)
+            self._refits = self._new_group(tensors, GATHER_TIMEOUT_S)
             unless_built.pop_all()
 
     def _new_group(self, backend: str, timeout_s: float) -> Any:
@@ -161,29 +152,14 @@ class Shards:
             )
 
     def whole(self, tensor: torch.Tensor, *, refit: bool = False) -> torch.Tensor | None:
-        """Puts a tensor together on rank 0, on its device; called on all ranks in one order.
+        """Puts a tensor together on rank 0; see :func:`whole_on_first`.
 
         Args:
-            tensor: A parameter, or what was made of one; a tensor without shards is as it is.
+            tensor: A parameter, or what was made of one.
             refit: Through the group that refits alone use, from another thread.
         """
-        if not isinstance(tensor, DTensor):
-            return tensor.detach()
         group = self._refits if refit else self._group
-        if dist.get_rank():
-            for _, view in pieces_of(tensor):
-                dist.send(view.to(self._device).contiguous(), 0, group=group)
-            return None
-        whole = torch.empty(tensor.shape, dtype=tensor.dtype, device=self._device)
-        for box, view in pieces_of(tensor):
-            whole[index_of(box)] = view.to(self._device)
-        for rank in range(1, self.ranks.size):
-            shards = held_boxes(tensor.shape, tensor.placements, (self.ranks.size,), (rank,))
-            for box, _ in shards:
-                landed = torch.empty_like(whole[index_of(box)])
-                dist.recv(landed, rank, group=group)
-                whole[index_of(box)] = landed
-        return whole
+        return whole_on_first(tensor, group, range(self.ranks.size), self._device)
 
     @contextmanager
     def passing(self, what: str) -> Generator[None]:
@@ -247,41 +223,6 @@ class Shards:
         if not kind._users and kind._owns_default_group and dist.is_initialized():
             kind._owns_default_group = False
             dist.destroy_process_group()
-
-
-class ShardedSource(GatheredSource):
-    """The tensors of a sharded model, each put together on rank 0 when its turn comes.
-
-    Args:
-        ranks: That take part.
-        changes: Of this rank's weights.
-        source: Makes each tensor; of shards, or wholly on rank 0.
-        whole: See :meth:`Shards.whole`, over the group of refits.
-    """
-
-    def __init__(
-        self,
-        ranks: RefitRanks | None,
-        changes: WeightChanges,
-        source: NamedTensorSource,
-        whole: Whole,
-    ) -> None:
-        super().__init__(ranks, changes)
-        self.device = source.device
-        self._source = source
-        self._whole = whole
-
-    def specs(self) -> Sequence[TensorSpec]:
-        """See :meth:`WeightSource.specs`."""
-        return self._source.specs()
-
-    def gather(self, name: str) -> torch.Tensor | None:
-        """See :meth:`GatheredSource.gather`."""
-        [(_, tensor)] = self._source.tensors([name])
-        return self._whole(tensor)
-
-    def close_part(self) -> None:
-        """See :meth:`GatheredSource.close_part`; there is nothing to let go of."""
 
 
 def _layers(inner: nn.Module) -> list[nn.Module]:

@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
 
 from rl_core.errors import LifecycleError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Generator
+    from collections.abc import Callable, Generator, Iterable
+
+    import torch
 
 
 class WeightChanges:
@@ -75,6 +82,45 @@ class WeightChanges:
                 )
 
         return check
+
+
+class WatchedTensors:
+    """Whether tensors have changed since this was made, as far as torch tells."""
+
+    def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
+        self._tensors = list(tensors)
+        self._counted = self._counts()
+        self._stepped = False
+        ours = {id(tensor) for tensor in self._tensors}
+
+        def stepping(optimizer: Any, args: Any, kwargs: Any) -> None:
+            groups = optimizer.param_groups
+            self._stepped |= any(id(p) in ours for group in groups for p in group["params"])
+
+        # Fused optimizers change tensors without torch's counting it.
+        self._hooks = [
+            register_optimizer_step_pre_hook(stepping),
+            register_optimizer_step_post_hook(stepping),
+        ]
+
+    def _counts(self) -> list[int]:
+        local = [getattr(tensor, "to_local", lambda t=tensor: t)() for tensor in self._tensors]
+        every = [*self._tensors, *local]
+        return [-1 if tensor.is_inference() else tensor._version for tensor in every]
+
+    def check(self, place: str = "") -> None:
+        """Raises LifecycleError if they have; at a named place, only for optimizers' steps."""
+        # All are counted once, when everything was read.
+        if self._stepped or (not place and self._counts() != self._counted):
+            raise LifecycleError(
+                f"the module's weights changed during a refit{place}",
+                fix="refit between two steps, and wait for it before the next one",
+            )
+
+    def close(self) -> None:
+        """Watches no longer. Idempotent."""
+        for hook in self._hooks:
+            hook.remove()
 
 
 def torn_weights(who: str, cause: str) -> LifecycleError:

@@ -7,7 +7,7 @@ import time
 from concurrent.futures import Future, wait
 from contextlib import ExitStack, closing
 from functools import partial
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from rl_backends.gathering import messages
 from rl_core.errors import RefitAborted, RefitError, RefitPeerError, RLError
@@ -16,7 +16,7 @@ from rl_core.weights.protocol.timing import CAUSE_S, FOLLOWER_GRACE_S, TICK_S
 from rl_core.weights.transports.control import ControlClient
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable
 
     from rl_backends.gathering.processes import RankProcess
     from rl_backends.gathering.thread import Part, RefitThread
@@ -29,33 +29,38 @@ class Follower:
     """This rank's side.
 
     Args:
-        processes: Those of all ranks.
-        rank: This one.
+        leader: Rank 0's process.
+        mine: This rank's.
         thread: Computes for refits on this rank.
     """
 
-    def __init__(self, processes: Sequence[RankProcess], rank: int, thread: RefitThread) -> None:
-        self._leader = processes[0]
-        self._rank = rank
+    def __init__(self, leader: RankProcess, mine: RankProcess, thread: RefitThread) -> None:
+        self._leader = leader
+        self._mine = mine
+        self._calls = 0
         self._thread = thread
         self._ended = threading.Event()
-        self._threads: list[Future[None]] = []
+        self._threads: list[Future[Any]] = []
 
-    def follow(self, make: Callable[[], Part], number: int, deadline_s: float) -> Future[None]:
+    def follow(self, make: Callable[[], Part], number: int, deadline_s: float) -> Future[Any]:
         """Takes part in a refit.
 
         Args:
             make: Makes this rank's part of the source; it is closed once, however the refit ends.
-            number: Of the refit, the same on all ranks.
+            number: Of the refit, the same on all ranks; 0 if rank 0 alone counts them.
             deadline_s: Seconds for it.
 
         Returns:
-            A future that ends with the refit. It fails with a RefitAborted if rank 0 ended it
-            early, and with a RefitPeerError if rank 0 is lost.
+            A future of rank 0's report, if it sent one, that ends with the refit. It fails with a
+            RefitAborted if rank 0 ended it early, and with a RefitPeerError if rank 0 is lost.
         """
         client = ControlClient(self._leader.endpoint, self._leader.key)
         client.open()
-        hello = partial(messages.RankHello, number, self._rank)
+        mine = self._mine
+        self._calls += 1
+        hello = partial(
+            messages.RankHello, number, mine.rank, call=self._calls, pid=mine.pid, host=mine.host
+        )
         part: Part | None = None
         try:
             part = make()
@@ -76,7 +81,7 @@ class Follower:
         self._ended.set()
         wait(self._threads, 2 * FOLLOWER_GRACE_S)
 
-    def _follow(self, client: ControlClient, part: Part, end: float) -> None:
+    def _follow(self, client: ControlClient, part: Part, end: float) -> dict[str, Any] | None:
         with ExitStack() as last:
             last.callback(self._thread.finish, part.close_part)
             last.enter_context(closing(client))
@@ -89,7 +94,7 @@ class Follower:
                 if frame is not None:
                     waiting = messages.decode(frame)
                 match waiting:
-                    case messages.Close(reason):
+                    case messages.Close(reason, report):
                         if reason:
                             text, _, fix = reason.partition("\nFix: ")
                             raise RefitAborted(
@@ -98,7 +103,7 @@ class Follower:
                                 peer="rank 0",
                                 cause=reason,
                             )
-                        return
+                        return report
                     case messages.Gather(number, names) if self._thread.idle:
                         try:
                             self._thread.check_in_sync()
@@ -142,7 +147,7 @@ class Follower:
                 break
         if isinstance(error, RLError):
             raise error
-        raise RefitError(f"rank {self._rank}: {type(error).__name__}: {error}") from error
+        raise RefitError(f"rank {self._mine.rank}: {type(error).__name__}: {error}") from error
 
 
 def _send(client: ControlClient, message: messages.Message) -> None:

@@ -6,12 +6,12 @@ import concurrent.futures
 import threading
 import time
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 
 from rl_backends.gathering import messages
-from rl_backends.gathering.processes import other_weights
+from rl_backends.gathering.processes import RankProcess, other_weights
 from rl_core.errors import (
     CapabilityError,
     LifecycleError,
@@ -19,15 +19,16 @@ from rl_core.errors import (
     RefitError,
     RefitPeerError,
 )
-from rl_core.weights.options import DEFAULT_DEADLINE_S
+from rl_core.futures import spawn
+from rl_core.weights.options import DEFAULT_DEADLINE_S, SendOptions
 from rl_core.weights.protocol.session import peer_error
 from rl_core.weights.protocol.timing import CAUSE_S, TICK_S, report_margin_s
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
-    from rl_backends.gathering.processes import RankProcess
     from rl_backends.gathering.thread import RefitThread
+    from rl_core.weights.sending.sender import RefitSender
     from rl_core.weights.transports.control import ControlServer
 
 T = TypeVar("T")
@@ -35,9 +36,14 @@ T = TypeVar("T")
 
 @dataclass(slots=True)
 class _Member:
-    """A follower in one refit."""
+    """A follower in one refit.
+
+    Attributes:
+        counts: It numbers its refits, as rank 0 does, and its states from the same one.
+    """
 
     key: str
+    counts: bool
     state: int
     specs: str
     failed: messages.RankFailed | None
@@ -61,6 +67,7 @@ class _Call:
         state: Of rank 0's weights.
         specs: Digest of rank 0's names, shapes and dtypes of the tensors.
         confirmed: Every rank has done its work, with weights of one state.
+        asked: Its followers have got a question.
         close: Once it is over, the message for followers, also those that come later.
         absent: Ranks that have not got it yet.
     """
@@ -71,6 +78,7 @@ class _Call:
     state: int = 0
     specs: str = ""
     confirmed: bool = False
+    asked: bool = False
     close: messages.Close | None = None
     absent: set[int] = field(default_factory=set)
 
@@ -80,8 +88,11 @@ class Leader:
 
     Args:
         server: Where the others connect.
-        processes: Those of all ranks; the first is this one.
+        processes: Those of all ranks; the first is this one. Others introduce themselves.
         thread: Computes for refits on this rank.
+
+    Attributes:
+        sending: The last refit of :meth:`send`, which has the last word on it.
     """
 
     def __init__(
@@ -89,16 +100,50 @@ class Leader:
     ) -> None:
         self._server = server
         self._thread = thread
-        self._processes = processes
+        self._processes = list(processes)
+        self.sending = 0
         self._turn = threading.RLock()
         self._calls: dict[int, _Call] = {}  # by number, from the last one that has begun
         self._begun = 0  # the last that has begun
         self._current = 0  # the one that goes on
         self._rank_of: dict[str, int] = {}  # by connection, also after its refit
+        self._newest: dict[int, int] = {}  # calls of followers that came
+        self._ahead: dict[int, int] = {}  # of the states of ranks that count their own, at first
         self._question = 0
         self._closed = False
 
     # -- one refit --------------------------------------------------------------------------------
+
+    def send(
+        self, sender: RefitSender, options: dict[str, Any]
+    ) -> concurrent.futures.Future[dict[str, Any]]:
+        """Starts a refit; all ranks learn how it ends, also if it cannot begin."""
+        with sender.asking:
+            # It counts where another option is not legal, too: that may be so on one rank alone.
+            number = sender.next_number(SendOptions(number=options.get("number")).number)
+            self.sending = number
+            try:
+                sending = sender.send(**options)
+            except BaseException as error:
+                sender.number = number
+                self.dismiss(number, str(error))
+                raise
+
+        def end() -> dict[str, Any]:
+            report, reason = None, ""
+            try:
+                report = sending.result()
+                return report
+            except BaseException as error:
+                reason = str(error)
+                raise
+            finally:  # before the caller can begin the next one
+                self.dismiss(number, reason, report)
+
+        def stop() -> None:
+            sending.cancel()
+
+        return spawn(f"end-{number}", end, stop)
 
     def open(self, number: int, deadline_s: float, state: int, specs: str) -> None:
         """Begins a refit, of what rank 0 has (see :class:`_Call`); none before it will begin."""
@@ -109,6 +154,8 @@ class Leader:
             call = self._calls.setdefault(number, _Call())
             call.seconds, call.deadline = deadline_s, time.monotonic() + deadline_s
             call.state, call.specs = state, specs
+            for _ in range(2):  # who came and gave up before is known when its message was read
+                self._take(0.0)
 
     def look(self) -> None:
         """Raises if a follower that takes part was lost, or has failed.
@@ -170,7 +217,7 @@ class Leader:
             self._raise_if_lost(error)
         return future.result()
 
-    def dismiss(self, number: int, reason: str = "") -> None:
+    def dismiss(self, number: int, reason: str = "", report: dict[str, Any] | None = None) -> None:
         """Ends a refit, which may not have begun here, also for followers who come later."""
         with self._turn:
             if self._closed or number < self._begun:
@@ -178,7 +225,7 @@ class Leader:
             call = self._calls.setdefault(number, _Call())
             if call.close is not None:
                 return
-            self._end(call, reason)
+            self._end(call, reason, report)
             if self._current == number:
                 self._current = 0
             if call.absent:
@@ -203,6 +250,7 @@ class Leader:
             others = range(1, len(self._processes))
             self._wait(lambda: [rank for rank in others if rank not in call.members])
             self._compare(call)
+            call.asked = True
             for member in call.members.values():
                 self._send(member.key, question(self._question))
             self._wait(lambda: [r for r, m in call.members.items() if m.done < self._question])
@@ -219,8 +267,11 @@ class Leader:
                     peer=f"rank {rank}",
                     rank=rank,
                 )
-            if member.state != call.state:
-                raise other_weights(self._processes[rank], member.state, call.state)
+            state = member.state
+            if not member.counts:
+                state += self._ahead.setdefault(rank, call.state - state)
+            if state != call.state:
+                raise other_weights(self._processes[rank], state, call.state)
 
     def _wait(self, missing: Callable[[], list[int]]) -> None:
         """Until nobody is missing."""
@@ -255,25 +306,34 @@ class Leader:
         for key in self._server.departed():
             self._rank_of.pop(key, None)
             for call in self._calls.values():
-                for member in call.members.values():
+                for rank, member in [*call.members.items()]:
                     member.lost |= member.key == key
+                    if member.vanished and not (member.counts or call.asked):
+                        del call.members[rank]  # it gave up early, and may come again
 
     def _sort(self, key: str, message: messages.Message) -> None:
         if isinstance(message, messages.RankHello):
             if not 0 < message.rank < len(self._processes):
                 return
             self._rank_of[key] = message.rank
-            if message.number < self._begun:
-                over = f"refit {message.number} is over: this is refit {self._begun}"
+            if not message.number and message.call < self._newest.get(message.rank, 0):
+                return  # connections are not read in the order in which they were made
+            self._newest[message.rank] = message.call
+            number = message.number or self._next_of(message.rank)
+            if number < self._begun:
+                over = f"refit {number} is over: this is refit {self._begun}"
                 self._send(key, messages.Close(over))
                 return
-            call = self._calls.setdefault(message.number, _Call())
+            if message.pid:
+                it = RankProcess(message.rank, len(self._processes), message.pid, message.host)
+                self._processes[message.rank] = it
+            call = self._calls.setdefault(number, _Call())
             if call.close is not None:
                 call.absent.discard(message.rank)
                 self._send(key, call.close)
             else:
                 call.members[message.rank] = _Member(
-                    key, message.state, message.specs, message.failed
+                    key, message.number > 0, message.state, message.specs, message.failed
                 )
             return
         rank = self._rank_of.get(key)
@@ -295,6 +355,16 @@ class Leader:
                     member.state = message.state
                 elif isinstance(message, messages.RankFailed):
                     member.failed = message
+
+    def _next_of(self, rank: int) -> int:
+        """The refit that a follower comes to which does not count them."""
+        for number, call in sorted(self._calls.items()):
+            if call.close is not None:
+                if rank in call.absent:
+                    return number
+            elif rank not in call.members or not call.asked:  # or it has given up, and comes again
+                return number
+        return max([self._begun, *self._calls]) + 1
 
     def _check(self) -> None:
         call = self._calls.get(self._current)
@@ -346,11 +416,11 @@ class Leader:
     def _send(self, key: str, message: messages.Message) -> None:
         self._server.send(key, messages.encode(message))  # a lost follower is found missing
 
-    def _end(self, call: _Call, reason: str) -> None:
+    def _end(self, call: _Call, reason: str, report: dict[str, Any] | None = None) -> None:
         """Sends the followers of a refit its end, unless they have it."""
         if call.close is None:
             early = "" if call.confirmed else reason or "it ended before all tensors were read"
-            call.close = messages.Close(early)
+            call.close = messages.Close(early, report)
             call.absent = set(range(1, len(self._processes))) - set(call.members)
             for member in call.members.values():
                 self._send(member.key, call.close)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import msgspec
 
 from rl_core.errors import RLError
@@ -36,11 +38,14 @@ class RankHello(msgspec.Struct, frozen=True, array_like=True, tag="hello"):
     """A follower takes part, or could not make its part.
 
     Attributes:
-        number: Of the refit, the same on all ranks.
+        number: Of the refit, the same on all ranks; 0 if rank 0 alone numbers them.
         rank: Of the follower.
         state: Of its weights; see :class:`~rl_backends.gathering.WeightChanges`.
         specs: Digest of its tensors' names, shapes and dtypes.
         failed: Why it could not.
+        call: Counts the follower's refits: with two connections of it, the later one counts.
+        pid: Of its process, unless rank 0 knows it.
+        host: Of that; see :class:`~rl_backends.gathering.RankProcess`.
     """
 
     number: int
@@ -48,6 +53,9 @@ class RankHello(msgspec.Struct, frozen=True, array_like=True, tag="hello"):
     state: int = 0
     specs: str = ""
     failed: RankFailed | None = None
+    call: int = 0
+    pid: int = 0
+    host: str = ""
 
 
 class Gather(msgspec.Struct, frozen=True, array_like=True, tag="gather"):
@@ -83,9 +91,11 @@ class Close(msgspec.Struct, frozen=True, array_like=True, tag="close"):
 
     Attributes:
         reason: Why it did before all was read and confirmed; empty if it was.
+        report: Of the refit, if rank 0 has it.
     """
 
     reason: str = ""
+    report: dict[str, Any] | None = None
 
 
 class RankDone(msgspec.Struct, frozen=True, array_like=True, tag="done"):

@@ -30,7 +30,7 @@ class RankProcess(msgspec.Struct, frozen=True):
     Attributes:
         rank: Its number.
         size: How many there are.
-        pid: Its process.
+        pid: Its process; 0 where it is not known.
         host: Distinguishes processes on different hosts that have this pid.
         endpoint: Where rank 0 listens.
         key: With which one is let in there.
@@ -38,8 +38,8 @@ class RankProcess(msgspec.Struct, frozen=True):
 
     rank: int
     size: int
-    pid: int
-    host: str
+    pid: int = 0
+    host: str = ""
     endpoint: str = ""
     key: str = ""
 
@@ -49,7 +49,8 @@ class RankProcess(msgspec.Struct, frozen=True):
         return cls(rank, size, os.getpid(), _host(), endpoint, key)
 
     def __str__(self) -> str:
-        return f"rank {self.rank} of {self.size} (process {self.pid})"
+        process = f" (process {self.pid})" if self.pid else ""
+        return f"rank {self.rank} of {self.size}{process}"
 
     def state(self) -> str:
         """``"ended"``, ``"stopped"`` or ``"runs"``; empty if it is on another host."""

@@ -17,7 +17,7 @@ from rl_core.weights.data.manifest import WeightManifest
 from rl_core.weights.transports.control import ControlServer
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     import torch
 
@@ -46,17 +46,24 @@ class RefitRanks:
     """
 
     def __init__(self, group: Any, *, address: str = "127.0.0.1") -> None:
-        self.rank: int = group.rank()
-        self.size: int = group.size()
-        self.thread = RefitThread()
-        if self.rank == 0:
+        self._join(group.rank(), group.size(), address, partial(exchange, group))
+
+    def _join(
+        self, rank: int, size: int, address: str, meet: Callable[[RankProcess], list[RankProcess]]
+    ) -> None:
+        """Makes this rank's side, with the processes of all ranks for its own."""
+        self.rank, self.size = rank, size
+        if rank == 0:
             host = f"[{address}]" if ":" in address else address
             server = ControlServer(f"tcp://{host}:*", encrypted=True)
-            mine = RankProcess.here(0, self.size, server.endpoint, server.key)
-            self.leader = Leader(server, exchange(group, mine), self.thread)
+            processes = meet(RankProcess.here(0, size, server.endpoint, server.key))
+            self.thread = RefitThread()
+            self.leader = Leader(server, processes, self.thread)
         else:
-            processes = exchange(group, RankProcess.here(self.rank, self.size))
-            self.follower = Follower(processes, self.rank, self.thread)
+            mine = RankProcess.here(rank, size)
+            processes = meet(mine)
+            self.thread = RefitThread()
+            self.follower = Follower(processes[0], mine, self.thread)
         _alive.add(self)
 
     def close(self) -> None:
@@ -169,7 +176,7 @@ class GatheredSource(WeightSource, Part):
         if self.ranks is None:
             self.close_part()
             return
-        if self._number:
+        if self._number and self._number != self.ranks.leader.sending:
             self.ranks.leader.dismiss(self._number)
         self.ranks.thread.finish(self.close_part)
 

@@ -110,21 +110,12 @@ class PolicyRefits(SendsWeights, ColocatablePolicyInterface):
         if ranks is None:
             SendOptions.of(options)  # refused on all ranks alike
             return super().send_weights(**options) if self._sends else []
+        if self._sends:
+            return [ranks.leader.send(sender, options)]
         with sender.asking:
-            # It counts where another option is not legal, too: that may be so on one rank alone.
-            number = sender.next_number(SendOptions(number=options.get("number")).number)
-            if not self._sends:
-                sender.number = number
-                return [ranks.follower.follow(part, number, SendOptions.of(options).deadline_s)]
-            leader = ranks.leader
-            try:
-                sending = sender.send(**options)
-            except BaseException as error:
-                sender.number = number
-                leader.dismiss(number, str(error))
-                raise
-        sending.add_done_callback(lambda done: leader.dismiss(number, str(done.exception() or "")))
-        return [sending]
+            sender.number = sender.next_number(SendOptions(number=options.get("number")).number)
+            deadline_s = SendOptions.of(options).deadline_s
+            return [ranks.follower.follow(part, sender.number, deadline_s)]
 
     def cancel_refit(self, number: int) -> None:
         """See :meth:`ColocatablePolicyInterface.cancel_refit`."""

@@ -1,0 +1,146 @@
+"""A rank of a foreign trainer whose module has DTensors, in a process of its own."""
+
+from __future__ import annotations
+
+import gc
+import os
+import threading
+from typing import Any
+
+import torch
+from torch import distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
+from torch.distributed.tensor import DTensor, Partial
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    parallelize_module,
+)
+
+from rl_core.weights import refit
+
+
+class Net(nn.Module):
+    """Tied weights, buffers, and sizes that no number of ranks divides."""
+
+    def __init__(self, seed: int, width: int = 13, dtype: torch.dtype = torch.float32) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.embed = nn.Embedding(11, 6, dtype=dtype)
+        self.norm = nn.BatchNorm1d(6, dtype=dtype)
+        self.up = nn.Linear(6, width, dtype=dtype)
+        self.down = nn.Linear(width, 6, dtype=dtype)
+        self.head = nn.Linear(6, 11, bias=False, dtype=dtype)
+        self.head.weight = self.embed.weight
+        self.norm.running_mean += torch.randn(6, dtype=dtype)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        hidden: torch.Tensor = self.head(self.down(self.up(self.norm(self.embed(ids)))))
+        return hidden
+
+
+def tensor_parallel(model: nn.Module, mesh: DeviceMesh) -> None:
+    parallelize_module(model, mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
+
+
+def shard(model: Net, kind: str) -> None:
+    """Shards a model over all ranks, in one of the ways that trainers do."""
+    world = dist.get_world_size()
+    mesh = init_device_mesh("cpu", (world,))
+    if kind == "fsdp":
+        fully_shard(model.up, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+    elif kind == "offloaded":
+        policy = CPUOffloadPolicy(pin_memory=False)
+        fully_shard(model, mesh=mesh, offload_policy=policy)
+    elif kind == "tensor parallel":
+        tensor_parallel(model, mesh)
+    elif kind != "plain":
+        square = init_device_mesh("cpu", (2, world // 2), mesh_dim_names=("outer", "inner"))
+        if kind == "replicated":
+            fully_shard(model, mesh=square)
+        else:
+            tensor_parallel(model, square["inner"])
+            fully_shard(model, mesh=square["outer"])
+
+
+class MeshRank:
+    """``build`` makes a module and an engine, which rank 0 has; ``refit`` is the trainer's call."""
+
+    def __init__(self, rank: int, size: int, port: int) -> None:
+        os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = "127.0.0.1", str(port)
+        dist.init_process_group("gloo", rank=rank, world_size=size)
+        self.rank = rank
+        self.model: Any = None
+        self.engine: Any = None
+
+    def build(self, kind: str, seed: int = 1, width: int = 13, engine: str = "float32") -> None:
+        self.model = Net(seed, width)
+        self.model.norm.running_mean += self.rank  # as ranks with rows of their own have it
+        shard(self.model, kind)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.1)
+        self.engine = Net(99, dtype=getattr(torch, engine)) if self.rank == 0 else None
+
+    def shard(self, kind: str) -> None:
+        shard(self.model, kind)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.1)
+
+    def refit(self, **options: Any) -> dict[str, Any]:
+        return refit(self.model, self.engine, **{"deadline_s": 30.0} | options).as_dict()
+
+    def state(self) -> dict[str, torch.Tensor]:
+        return {name: t.clone() for name, t in self.engine.state_dict().items()}
+
+    def change(self) -> None:
+        """A step with gradients that do not depend on how the module is sharded."""
+        for number, parameter in enumerate(self.model.parameters()):
+            parameter.grad = torch.full_like(parameter, 0.5 + number)
+        self.optimizer.step()
+
+    def forward(self) -> None:
+        """Leaves the root's parameters whole, as FSDP does after a forward pass."""
+        with torch.no_grad():
+            self.model.eval()(torch.tensor([1, 2, 3]))
+
+    def change_within(self) -> None:
+        """Has the module change while a refit reads it on this rank, once."""
+        from rl_backends.gathering.mesh import MeshPart
+
+        gather = MeshPart.gather
+
+        def first(part: Any, name: str) -> Any:
+            MeshPart.gather = gather
+            with torch.no_grad():
+                self.model.up.weight.to_local().mul_(2)
+            return gather(part, name)
+
+        MeshPart.gather = first
+
+    def wait_within(self, pipe: Any) -> None:
+        """Has a refit wait on this rank for ever, in a gather, after it has reported that."""
+        from rl_backends.gathering.mesh import MeshPart
+
+        def wait(part: Any, name: str) -> Any:
+            pipe.send(name)
+            threading.Event().wait()
+
+        MeshPart.gather = wait
+
+    def partial(self) -> None:
+        mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+        sums = DTensor.from_local(torch.ones(13), mesh, [Partial()], run_check=False)
+        self.model.up.bias = nn.Parameter(sums)
+
+    def other_engine(self, engine: bool) -> None:
+        self.engine = Net(98) if engine else None
+
+    def other_width(self) -> None:
+        self.engine = Net(98, width=5)
+
+    def drop(self) -> tuple[int, int]:
+        """Descriptors and threads that are left without the module and the engine."""
+        self.model = self.engine = self.optimizer = None
+        gc.collect()
+        return len(os.listdir("/proc/self/fd")), threading.active_count()

@@ -1,0 +1,278 @@
+"""Refits of a foreign trainer's module with DTensors, called on all of its ranks."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from mesh_ranks import MeshRank, Net
+from remote import Remote
+from torch import distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from rl_backends.gathering.mesh import mesh_members
+from rl_core.errors import (
+    CapabilityError,
+    ConfigError,
+    LifecycleError,
+    ManifestMismatchError,
+    RefitAborted,
+    RefitError,
+    RefitPeerError,
+)
+from rl_core.ports import free_port
+from rl_core.weights import refit
+
+#: The first two are of one trainer.
+MESHES = {"first": [0, 1], "second": [0, 3, 1], "third": [0, 2]}
+
+pytestmark = pytest.mark.xdist_group("mesh ranks")
+
+
+class Ranks:
+    """The processes of a trainer."""
+
+    def __init__(self, size: int) -> None:
+        port = free_port()
+        self.of = [Remote(MeshRank, rank, size, port) for rank in range(size)]
+
+    def __call__(self, name: str, *arguments: Any, **options: Any) -> list[Any]:
+        """What all of them return; errors are results, too."""
+        for rank in self.of:
+            rank.start(name, *arguments, **options)
+        return [result_of(rank) for rank in self.of]
+
+    def close(self) -> None:
+        for rank in self.of:
+            rank.process.kill()
+            rank.process.join()
+
+
+def result_of(rank: Remote) -> Any:
+    try:
+        return rank.result()
+    except Exception as error:
+        return error
+
+
+@pytest.fixture(scope="module")
+def two() -> Iterator[Ranks]:
+    ranks = Ranks(2)
+    yield ranks
+    ranks.close()
+
+
+@pytest.fixture
+def pair() -> Iterator[Ranks]:
+    """Two ranks, of which one may not outlive the test."""
+    ranks = Ranks(2)
+    yield ranks
+    ranks.close()
+
+
+@pytest.fixture(scope="module")
+def four() -> Iterator[Ranks]:
+    ranks = Ranks(4)
+    yield ranks
+    ranks.close()
+
+
+def agree(ranks: Ranks, kind: str, dtype: str = "float32") -> None:
+    """Refits of the sharded module are those of a module that one process has, bit for bit."""
+    ranks("build", kind, engine=dtype)
+    alone = MeshRank.__new__(MeshRank)
+    alone.model, alone.rank = Net(1), 0
+    alone.engine = Net(99, dtype=getattr(torch, dtype))
+    alone.optimizer = torch.optim.AdamW(alone.model.parameters(), lr=0.1)
+    cases = [{"verify": "installed"}, {"isolation": "staged"}, {"delta": True}]
+    cases += [{"transport": "collective"}] * (kind == "fsdp")
+    for version, options in enumerate(cases, 1):
+        reports = ranks("refit", **options)
+        assert [r["version"] for r in reports] == [version] * len(ranks.of), reports
+        assert all(r == reports[0] for r in reports)
+        refit(alone.model, alone.engine)
+        state = ranks.of[0].state()
+        assert state.keys() == alone.state().keys()
+        for name, tensor in alone.state().items():
+            assert torch.equal(tensor, state[name]), name
+        ranks("change")
+        alone.change()
+
+
+@pytest.mark.parametrize("kind", ["fsdp", "offloaded", "tensor parallel"])
+def test_a_sharded_module_is_refit_as_one_that_is_whole(two: Ranks, kind: str) -> None:
+    agree(two, kind)
+
+
+def test_an_engine_of_another_dtype_gets_rounded_values(two: Ranks) -> None:
+    agree(two, "fsdp", "bfloat16")
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("kind", ["fsdp", "tensor parallel", "replicated", "both"])
+def test_four_ranks_of_any_mesh_are_refit_as_one(four: Ranks, kind: str) -> None:
+    agree(four, kind)
+
+
+def test_what_a_forward_pass_left_whole_is_refit(two: Ranks) -> None:
+    two("build", "fsdp")
+    two("forward")
+    assert [r["version"] for r in two("refit")] == [1, 1]
+    assert torch.equal(two.of[0].state()["down.bias"], Net(1).down.bias)
+
+
+def test_a_module_that_is_sharded_between_two_refits(two: Ranks) -> None:
+    two("build", "plain")
+    assert two.of[0].refit()["version"] == 1
+    assert isinstance(two("refit")[1], ConfigError)  # a module that is whole needs no other rank
+    two("shard", "fsdp")
+    reports = two("refit")
+    assert reports[0] == reports[1]
+    two("change")
+    assert all(isinstance(r, dict) for r in two("refit"))
+
+
+def test_only_the_first_rank_has_an_engine(two: Ranks) -> None:
+    two("build", "fsdp")
+    two.of[1].other_engine(True)
+    first, other = two("refit", deadline_s=3.0)
+    assert isinstance(first, RefitPeerError), first
+    assert "rank 1 of 2" in str(first)
+    assert isinstance(other, ConfigError), other
+    assert "pass None" in str(other)
+    for rank in two.of:
+        rank.other_engine(False)
+    first, other = two("refit")
+    assert isinstance(first, ConfigError), first
+    assert isinstance(other, RefitAborted), other
+    two.of[0].other_engine(True)
+    assert all(isinstance(r, dict) for r in two("refit"))
+
+
+@pytest.mark.parametrize("missing", [0, 1])
+@pytest.mark.parametrize("before", [0, 1])
+def test_a_rank_that_does_not_call_is_named_and_the_next_refit_works(
+    two: Ranks, missing: int, before: int
+) -> None:
+    two("build", "fsdp")
+    for _ in range(before):
+        two("refit")
+    begun = time.monotonic()
+    two.of[1 - missing].start("refit", deadline_s=2.0)
+    error = result_of(two.of[1 - missing])
+    assert time.monotonic() - begun < 12
+    assert isinstance(error, RefitPeerError), error
+    assert error.details["rank"] == missing
+    two("change")
+    results = two("refit")
+    if missing == 1 and isinstance(results[1], RefitAborted):  # it got the end of the refit before
+        results = two("refit")
+    assert all(isinstance(r, dict) for r in results), results
+
+
+def test_a_refit_that_the_engine_refuses_ends_on_all_ranks_at_once(two: Ranks) -> None:
+    two("build", "fsdp")
+    two("refit")
+    two.of[0].other_width()
+    begun = time.monotonic()
+    first, other = two("refit", deadline_s=60.0)
+    assert time.monotonic() - begun < 30
+    assert isinstance(first, ManifestMismatchError), first
+    assert isinstance(other, RefitAborted), other
+    two.of[0].other_engine(True)
+    assert all(isinstance(r, dict) for r in two("refit"))
+
+
+def test_a_rank_of_other_shapes_is_named_before_anything_is_sent(two: Ranks) -> None:
+    two("build", "fsdp")
+    two.of[1].start("build", "fsdp", 1, 12)
+    two.of[0].build("fsdp")
+    two.of[1].result()
+    before = two.of[0].state()
+    first, other = two("refit")
+    assert isinstance(first, ManifestMismatchError), first
+    assert first.details["rank"] == 1
+    assert isinstance(other, RefitError), other
+    assert all(torch.equal(t, before[n]) for n, t in two.of[0].state().items())
+
+
+def test_a_rank_that_has_not_taken_the_same_steps_is_named(two: Ranks) -> None:
+    two("build", "tensor parallel")
+    two("refit")
+    two.of[0].change()
+    first, other = two("refit")
+    assert isinstance(first, LifecycleError), first
+    assert first.details["rank"] == 1
+    assert isinstance(other, RefitAborted), other
+    two.of[1].change()
+    assert all(isinstance(r, dict) for r in two("refit"))
+
+
+@pytest.mark.parametrize("changing", [0, 1])
+def test_a_change_on_any_rank_meanwhile_is_noticed(two: Ranks, changing: int) -> None:
+    two("build", "fsdp")
+    two.of[changing].change_within()
+    first, other = two("refit")
+    assert isinstance(first, LifecycleError), first
+    assert isinstance(other, LifecycleError | RefitAborted), other
+    assert all(isinstance(r, dict) for r in two("refit"))
+
+
+def test_partial_sums_are_refused_by_name(two: Ranks) -> None:
+    two("build", "tensor parallel")
+    two("partial")
+    for error in two("refit", deadline_s=3.0):
+        assert isinstance(error, CapabilityError), error
+        assert "up.bias" in str(error)
+        assert "Partial" in str(error)
+
+
+def test_a_tensor_on_a_mesh_of_other_ranks_is_named() -> None:
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
+    try:
+        meshes = {name: DeviceMesh("cpu", ranks) for name, ranks in MESHES.items()}
+        tensors = {n: DTensor.from_local(torch.ones(2), mesh) for n, mesh in meshes.items()}
+        with pytest.raises(CapabilityError, match=r"Net: third is on a mesh of the ranks \[0, 2\]"):
+            mesh_members("Net", tensors)
+        del tensors["third"]
+        assert mesh_members("Net", tensors) == (0, 1, 3)
+    finally:
+        dist.destroy_process_group()
+
+
+def test_nothing_is_left_of_a_module_that_no_longer_exists(two: Ranks) -> None:
+    kept = []
+    for _ in range(3):
+        two("build", "fsdp")
+        two("refit")
+        kept.append(two("drop"))
+    assert kept[1] == kept[2]
+
+
+@pytest.mark.parametrize("end", ["SIGKILL", "SIGSTOP"])
+@pytest.mark.parametrize("lost", [0, 1])
+def test_a_rank_that_is_lost_within_a_refit_is_named(pair: Ranks, lost: int, end: str) -> None:
+    pair("build", "fsdp")
+    pair("refit")
+    before = pair.of[0].state()
+    reader, writer = multiprocessing.Pipe(duplex=False)
+    pair.of[lost].wait_within(writer)
+    for rank in pair.of:
+        rank.start("refit", deadline_s=10.0)
+    assert reader.poll(30)
+    begun = time.monotonic()
+    os.kill(pair.of[lost].process.pid or 0, getattr(signal, end))
+    error = result_of(pair.of[1 - lost])
+    assert time.monotonic() - begun < 20
+    assert isinstance(error, RefitPeerError), error
+    assert error.details["rank"] == lost
+    if lost == 1:
+        assert all(torch.equal(t, before[n]) for n, t in pair.of[0].state().items())
