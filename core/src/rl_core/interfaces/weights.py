@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from itertools import repeat
+from functools import lru_cache
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 import msgspec
@@ -53,11 +53,7 @@ class TensorSpec(msgspec.Struct, frozen=True):
 
     @property
     def torch_dtype(self) -> torch.dtype:
-        """The dtype itself.
-
-        Raises:
-            AttributeError: Torch has no dtype of that name.
-        """
+        """The dtype itself, or an AttributeError if torch has none of that name."""
         import torch
 
         dtype: torch.dtype = getattr(torch, self.dtype)
@@ -67,6 +63,12 @@ class TensorSpec(msgspec.Struct, frozen=True):
     def nbytes(self) -> int:
         """Bytes of the tensor's elements."""
         return self.numel * self.torch_dtype.itemsize
+
+
+@lru_cache(maxsize=1024)
+def whole_box(shape: tuple[int, ...]) -> Box:
+    """The box of all elements: one object for each shape, as there is one for every tensor."""
+    return tuple((0, size) for size in shape)
 
 
 class Piece(NamedTuple):
@@ -87,7 +89,7 @@ class Piece(NamedTuple):
     @classmethod
     def whole(cls, name: str, tensor: torch.Tensor) -> Self:
         """All of a tensor."""
-        return cls(name, tuple(zip(repeat(0), tensor.shape, strict=False)), tensor)
+        return cls(name, whole_box(tensor.shape), tensor)
 
 
 class WeightSource(ABC):
@@ -146,15 +148,12 @@ class WeightSource(ABC):
 
     @abstractmethod
     def confirm(self) -> None:
-        """Raises unless all that was given since this source was made is of one state.
+        """Raises LifecycleError unless all that was given since it was made is of one state.
 
         Called before the commit, when everything was read. Only the source knows: a transfer is
         verified against what was read, which is a mixture if a step was taken in between. The
         usual way is a count of the changes to the weights, taken when the source is made and
         compared here. Empty only where the weights cannot change while a source is in use.
-
-        Raises:
-            LifecycleError: The weights changed meanwhile.
         """
 
     def close(self) -> None:

@@ -18,11 +18,9 @@ is one for each kind and trainer, for its whole life: one digest serves all rece
 engine holds can be compared from refit to refit.
 
 The digest of a tensor, and that of a model, are XXH3 of its blocks' digests. This is as sound as
-they are: to give two tensors one digest, an attacker needs blocks with *digests* in a relation
-that he chose. These are outputs of a keyed function, which he can neither compute nor predict; all
-he can do is hope that two random inputs of XXH3-128 collide, which n tensors do with probability
-``n**2 / 2**129``. Receivers also compare block by block with what the sender found before anything
-is combined.
+they are: they are outputs of a keyed function, so that all an attacker can do is hope that two
+random inputs of XXH3-128 collide, which n tensors do with probability ``n**2 / 2**129``. Receivers
+also compare every block with what the sender found before anything is combined.
 """
 
 from __future__ import annotations

@@ -12,6 +12,7 @@ import torch
 import xxhash
 
 from rl_core.errors import ManifestMismatchError, RefitProtocolError
+from rl_core.interfaces.weights import whole_box
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -127,7 +128,7 @@ class WeightManifest:
     @cached_property
     def boxes(self) -> list[Box]:
         """All of each tensor in :attr:`owned`."""
-        return [tuple((0, size) for size in spec.shape) for spec in self.owned]
+        return [whole_box(spec.shape) for spec in self.owned]
 
     @cached_property
     def digest(self) -> str:

@@ -10,12 +10,12 @@ import math
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, lru_cache
 from itertools import pairwise, product
 from typing import TYPE_CHECKING, Self, TypeAlias
 
 from rl_core.errors import ManifestMismatchError, RefitProtocolError
-from rl_core.interfaces.weights import Box, TensorSpec
+from rl_core.interfaces.weights import Box, TensorSpec, whole_box
 from rl_core.weights.data.manifest import WeightManifest, dtype_of
 
 if TYPE_CHECKING:
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from rl_core.interfaces.weights import Piece
 
 __all__ = [
+    "KnownPieces",
     "Layout",
     "Part",
     "Partition",
@@ -59,10 +60,12 @@ class Part(TensorSpec, frozen=True):
 
 def box_of(spec: TensorSpec) -> Box:
     """Which elements of its tensor a part has."""
-    at = spec.at if isinstance(spec, Part) else (0,) * len(spec.shape)
-    return tuple((first, first + size) for first, size in zip(at, spec.shape, strict=True))
+    if not isinstance(spec, Part):
+        return whole_box(spec.shape)
+    return tuple((first, first + size) for first, size in zip(spec.at, spec.shape, strict=True))
 
 
+@lru_cache(maxsize=1024)
 def sizes_of(box: Box) -> tuple[int, ...]:
     """The shape of a tensor with these elements."""
     return tuple(after - first for first, after in box)
@@ -128,8 +131,9 @@ def layout_of(manifest: WeightManifest, pieces: Iterable[Piece] | None) -> dict[
     """
     if pieces is None:
         return {}
-    found: dict[int, list[Box]] = {index: [] for index in range(len(manifest.owned))}
     whole = manifest.boxes
+    entire = bytearray(len(whole))
+    found: dict[int, list[Box]] = {}  # of tensors that are not one whole piece
     for piece in pieces:
         if (index := manifest.index.get(piece.name)) is None:
             continue
@@ -146,9 +150,28 @@ def layout_of(manifest: WeightManifest, pieces: Iterable[Piece] | None) -> dict[
                 fix="correct what pieces() of the weight source or sink gives",
                 misshaped=[piece.name],
             )
-        if box not in found[index]:  # the engine may have it twice
-            found[index].append(box)
-    return {n: boxes for n, boxes in found.items() if boxes != whole[n : n + 1]}
+        if index not in found and box == whole[index]:
+            entire[index] = 1  # the engine may have it twice
+            continue
+        boxes = found.setdefault(index, [whole[index]] if entire[index] else [])
+        if box not in boxes:
+            boxes.append(box)
+    return {n: found.get(n, []) for n in range(len(whole)) if n in found or not entire[n]}
+
+
+class KnownPieces:
+    """Pieces that were looked at, to see at the next refit whether its own are the same."""
+
+    def __init__(self, pieces: Sequence[Piece]) -> None:
+        self._pieces = tuple(pieces)
+        self.addresses = [None if one.tensor is None else one.tensor.data_ptr() for one in pieces]
+
+    def are(self, pieces: Sequence[Piece]) -> bool:
+        """Whether these are the same tensor objects, where they were, for the same boxes."""
+        return KnownPieces(pieces).addresses == self.addresses and all(
+            one is other or (one.tensor is other.tensor and one[:2] == other[:2])
+            for one, other in zip(pieces, self._pieces, strict=True)
+        )
 
 
 def check_layout(manifest: WeightManifest, layout: Layout, peer: str) -> None:

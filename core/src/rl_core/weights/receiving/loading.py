@@ -21,7 +21,7 @@ from rl_core.weights.data.digests import (
     copy_run,
 )
 from rl_core.weights.data.manifest import dtype_of
-from rl_core.weights.data.parts import box_of, layout_of, narrowed, runs_in, sizes_of
+from rl_core.weights.data.parts import KnownPieces, box_of, layout_of, narrowed, runs_in, sizes_of
 from rl_core.weights.data.plan import ALIGN
 from rl_core.weights.tensors import write_run
 
@@ -138,8 +138,7 @@ class Places:
                 place = None if place is None else narrowed(place.detach(), piece.box, part)
                 self.of_part.setdefault(part.name, []).append((spec, place))
         check_apart((p for p in pieces if p.name in self.kept), parts.whole.root)
-        self._addresses = _addresses(pieces)
-        self._pieces = pieces
+        self._known = KnownPieces(pieces)
 
     def is_written_in_place(self, part: TensorSpec, device: torch.device) -> bool:
         """Whether the bytes that are sent of a part can be copied to where the engine has it."""
@@ -155,24 +154,13 @@ class Places:
 
         What has none is written by calls of that sink.
         """
-        pieces, known = sink.pieces() or (), self._pieces
-        if len(pieces) != len(known):
-            return False
-        same = all(
-            one is other or (one.tensor is other.tensor is not None and one[:2] == other[:2])
-            for one, other in zip(pieces, known, strict=True)
-        )
-        return same and _addresses(pieces) == self._addresses and None not in self._addresses
+        return None not in self._known.addresses and self._known.are(sink.pieces() or ())
 
     @cached_property
     def lasting(self) -> set[int]:
         """The addresses of all places."""
         places = (place for found in self.of_part.values() for _, place in found)
         return {place.data_ptr() for place in places if place is not None}
-
-
-def _addresses(pieces: Iterable[Piece]) -> list[int | None]:
-    return [None if piece.tensor is None else piece.tensor.data_ptr() for piece in pieces]
 
 
 class ReceiverBuckets:

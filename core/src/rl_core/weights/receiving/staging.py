@@ -152,10 +152,9 @@ def _swap(one: torch.Tensor, other: torch.Tensor) -> None:
     step = _SWAPPED if one.device.type == "cpu" else _SWAPPED_ON_DEVICE
     if other.is_contiguous():
         one, other = one.view(-1), other.view(-1)
-    step = max(1, step * len(one) // one.numel()) if one.dim() else 1
-    scratch = torch.empty_like(one[:step])
-    for start in range(0, len(one), step):
-        a, b = one[start : start + step], other[start : start + step]
-        kept = scratch[: len(a)].copy_(a)
+    some = -(-one.numel() // step)
+    pairs = [(one, other)] if some == 1 else zip(one.chunk(some), other.chunk(some), strict=True)
+    for a, b in pairs:
+        kept = a.clone()
         a.copy_(b)
         b.copy_(kept)

@@ -11,7 +11,7 @@ import torch
 from rl_core.errors import ManifestMismatchError
 from rl_core.weights.data.digests import Hasher, copy_run
 from rl_core.weights.data.manifest import dtype_of
-from rl_core.weights.data.parts import box_of, narrowed
+from rl_core.weights.data.parts import Part, box_of, narrowed
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -83,9 +83,6 @@ class Packer:
         buckets: What goes where.
         parts: The parts that go, in their order, with their elements; None if they are in the lane.
         table: Takes the digests; None if nothing is verified.
-
-    Attributes:
-        buckets: What goes where.
     """
 
     def __init__(
@@ -153,19 +150,19 @@ def sent_parts(
                     fix="make its pieces() give tensors of the declared dtypes",
                     mistyped=[name],
                 )
-            places |= dict.fromkeys(parts.of_box(index, box), (box, tensor))
+            for part in parts.of_box(index, box):
+                places[part] = box, tensor
         for part in sent:
             box, tensor = places[part]
             yield owned[part], narrowed(tensor, box, owned[part])
         return
-    of: dict[str, list[int]] = {}
-    for part in sent:
-        of.setdefault(parts.tensor_of(part).name, []).append(part)
+    of: dict[str, list[TensorSpec]] = {}
+    for one in (owned[part] for part in sent):
+        of.setdefault(one.of if isinstance(one, Part) else one.name, []).append(one)
     with closing(checked_tensors(source, [manifest.by_name[name] for name in of])) as given:
         for spec, tensor in given:
-            for one in (owned[number] for number in of[spec.name]):
-                cut = one.shape != spec.shape
-                yield one, narrowed(tensor, box_of(spec), one) if cut else tensor
+            for one in of[spec.name]:
+                yield one, narrowed(tensor, box_of(spec), one)
 
 
 def checked_tensors(

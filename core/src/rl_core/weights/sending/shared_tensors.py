@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import operator
 from typing import TYPE_CHECKING
 
 import torch
 
 from rl_core.weights.data.manifest import dtype_of, numel
+from rl_core.weights.data.parts import KnownPieces
 from rl_core.weights.data.plan import ALIGN
 
 if TYPE_CHECKING:
@@ -27,8 +27,7 @@ class SharedTensors:
     def __init__(self) -> None:
         self._lane: Lane | None = None
         self._manifest: WeightManifest | None = None
-        self._tensors: list[torch.Tensor | None] = []
-        self._addresses: list[int] = []
+        self._moved = KnownPieces(())
         self._no_memory: tuple[WeightManifest, str] | None = None
 
     def no_memory_for(self, manifest: WeightManifest) -> str | None:
@@ -83,11 +82,7 @@ class SharedTensors:
 
     def _is_shared(self, manifest: WeightManifest, pieces: Sequence[Piece]) -> bool:
         """Whether these are the tensors that were moved, and are where they were moved to."""
-        if manifest is not self._manifest or len(pieces) != len(self._tensors):
-            return False
-        given = [piece.tensor for piece in pieces]
-        same = all(map(operator.is_, given, self._tensors))
-        return same and [t.data_ptr() for t in given if t is not None] == self._addresses
+        return manifest is self._manifest and self._moved.are(pieces)
 
     @torch.no_grad()
     def move(self, lane: Lane, manifest: WeightManifest, pieces: Sequence[Piece]) -> None:
@@ -120,6 +115,5 @@ class SharedTensors:
         if moves:
             lane.free_old_memory()
         self._lane, self._manifest = lane, manifest
-        self._tensors = [piece.tensor for piece in pieces]
-        self._addresses = [tensor.data_ptr() for tensor in self._tensors if tensor is not None]
+        self._moved = KnownPieces(pieces)
         self._no_memory = None
