@@ -191,6 +191,18 @@ def test_a_refit_that_the_engine_refuses_ends_on_all_ranks_at_once(two: Ranks) -
     assert all(isinstance(r, dict) for r in two("refit"))
 
 
+def test_a_rank_that_comes_late_gets_the_end_of_the_refit_that_it_came_to(two: Ranks) -> None:
+    two("build", "fsdp")
+    for _ in range(2):
+        reader, writer = multiprocessing.Pipe(duplex=False)
+        two.of[0].start("refit_twice", writer)
+        assert reader.poll(30)
+        two.of[1].start("refit_twice")
+        (_, first), (other, second) = [rank.result() for rank in two.of]
+        assert other == "RefitAborted"
+        assert first == second
+
+
 def test_a_rank_of_other_shapes_is_named_before_anything_is_sent(two: Ranks) -> None:
     two("build", "fsdp")
     two.of[1].start("build", "fsdp", 1, 12)

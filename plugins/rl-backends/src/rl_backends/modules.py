@@ -80,6 +80,7 @@ class ModuleSender(SendsWeights):
         """
         ranks = self._find_ranks()
         if ranks is not None and ranks.rank > 0:
+            ranks.follower.calls += 1
             return None
         try:
             return super().prepare_refit_info()

@@ -32,12 +32,15 @@ class Follower:
         leader: Rank 0's process.
         mine: This rank's.
         thread: Computes for refits on this rank.
+
+    Attributes:
+        calls: Where rank 0 alone numbers refits, the calls on this rank, also if they failed here.
     """
 
     def __init__(self, leader: RankProcess, mine: RankProcess, thread: RefitThread) -> None:
         self._leader = leader
         self._mine = mine
-        self._calls = 0
+        self.calls = 0
         self._thread = thread
         self._ended = threading.Event()
         self._threads: list[Future[Any]] = []
@@ -57,9 +60,8 @@ class Follower:
         client = ControlClient(self._leader.endpoint, self._leader.key)
         client.open()
         mine = self._mine
-        self._calls += 1
         hello = partial(
-            messages.RankHello, number, mine.rank, call=self._calls, pid=mine.pid, host=mine.host
+            messages.RankHello, number, mine.rank, call=self.calls, pid=mine.pid, host=mine.host
         )
         part: Part | None = None
         try:

@@ -70,6 +70,7 @@ class _Call:
         asked: Its followers have got a question.
         close: Once it is over, the message for followers, also those that come later.
         absent: Ranks that have not got it yet.
+        late: Those of them for which it was given up, so that they may never come to it.
     """
 
     members: dict[int, _Member] = field(default_factory=dict)
@@ -81,6 +82,7 @@ class _Call:
     asked: bool = False
     close: messages.Close | None = None
     absent: set[int] = field(default_factory=set)
+    late: set[int] = field(default_factory=set)
 
 
 class Leader:
@@ -107,8 +109,13 @@ class Leader:
         self._begun = 0  # the last that has begun
         self._current = 0  # the one that goes on
         self._rank_of: dict[str, int] = {}  # by connection, also after its refit
-        self._newest: dict[int, int] = {}  # calls of followers that came
-        self._ahead: dict[int, int] = {}  # of the states of ranks that count their own, at first
+        # Of followers that do not number refits: their last call; its number minus itself; the ends
+        # of refits that they have yet to come to; and how far behind their states were at first.
+        self._newest: dict[int, int] = {}
+        self._lag: dict[int, int] = {}
+        self._missed: dict[int, dict[int, messages.Close]] = {}
+        self._ahead: dict[int, int] = {}
+        self._first = 0  # refit here
         self._question = 0
         self._closed = False
 
@@ -148,8 +155,12 @@ class Leader:
     def open(self, number: int, deadline_s: float, state: int, specs: str) -> None:
         """Begins a refit, of what rank 0 has (see :class:`_Call`); none before it will begin."""
         with self._turn:
+            self._first = self._first or number
             for earlier in [n for n in self._calls if n < number]:
-                self._end(self._calls.pop(earlier), f"refit {number} has begun")
+                over = self._calls.pop(earlier)
+                close = self._end(over, f"refit {number} has begun")
+                for rank in over.absent - over.late:
+                    self._missed.setdefault(rank, {})[earlier] = close
             self._begun = self._current = number
             call = self._calls.setdefault(number, _Call())
             call.seconds, call.deadline = deadline_s, time.monotonic() + deadline_s
@@ -222,6 +233,7 @@ class Leader:
         with self._turn:
             if self._closed or number < self._begun:
                 return
+            self._first = self._first or number
             call = self._calls.setdefault(number, _Call())
             if call.close is not None:
                 return
@@ -284,6 +296,7 @@ class Leader:
                     raise self._processes[rank].lost()
             if self._time_left(call) <= 0 and (late := missing()):
                 here = [rank for rank in late if rank in (0, *call.members)]
+                call.late.update(set(late).difference(here))
                 what = "did not answer" if here else "did not join the refit"
                 raise self._late(here or late, what, call)
 
@@ -316,10 +329,16 @@ class Leader:
             if not 0 < message.rank < len(self._processes):
                 return
             self._rank_of[key] = message.rank
-            if not message.number and message.call < self._newest.get(message.rank, 0):
-                return  # connections are not read in the order in which they were made
-            self._newest[message.rank] = message.call
-            number = message.number or self._next_of(message.rank)
+            if (number := message.number) == 0:
+                if message.call < self._newest.get(message.rank, 0):
+                    return  # connections are not read in the order in which they were made
+                self._newest[message.rank] = message.call
+                number = message.call + self._lag.get(message.rank, self._first - 1)
+                if close := self._missed.get(message.rank, {}).pop(number, None):
+                    self._send(key, close)
+                    return
+                number = self._next_of(message.rank, number)
+                self._lag[message.rank] = number - message.call
             if number < self._begun:
                 over = f"refit {number} is over: this is refit {self._begun}"
                 self._send(key, messages.Close(over))
@@ -356,14 +375,14 @@ class Leader:
                 elif isinstance(message, messages.RankFailed):
                     member.failed = message
 
-    def _next_of(self, rank: int) -> int:
-        """The refit that a follower comes to which does not count them."""
+    def _next_of(self, rank: int, likely: int) -> int:
+        """The refit that a follower comes to which does not number them."""
+        ended = [number for number, call in self._calls.items() if rank in call.absent]
+        if ended:
+            return likely if likely in ended else max(ended)
         for number, call in sorted(self._calls.items()):
-            if call.close is not None:
-                if rank in call.absent:
-                    return number
-            elif rank not in call.members or not call.asked:  # or it has given up, and comes again
-                return number
+            if call.close is None and (rank not in call.members or not call.asked):
+                return number  # also if it has given up, and comes again
         return max([self._begun, *self._calls]) + 1
 
     def _check(self) -> None:
@@ -416,7 +435,9 @@ class Leader:
     def _send(self, key: str, message: messages.Message) -> None:
         self._server.send(key, messages.encode(message))  # a lost follower is found missing
 
-    def _end(self, call: _Call, reason: str, report: dict[str, Any] | None = None) -> None:
+    def _end(
+        self, call: _Call, reason: str, report: dict[str, Any] | None = None
+    ) -> messages.Close:
         """Sends the followers of a refit its end, unless they have it."""
         if call.close is None:
             early = "" if call.confirmed else reason or "it ended before all tensors were read"
@@ -424,6 +445,7 @@ class Leader:
             call.absent = set(range(1, len(self._processes))) - set(call.members)
             for member in call.members.values():
                 self._send(member.key, call.close)
+        return call.close
 
     def _see_off(self, number: int, end: float) -> None:
         """Sends followers that come late the end of their refit, until the next one begins."""
