@@ -150,11 +150,9 @@ class Places:
         )
 
     def serves(self, sink: WeightSink) -> bool:
-        """Whether what was made for another sink serves this one: the places are the same.
-
-        What has none is written by calls of that sink.
-        """
-        return None not in self._known.addresses and self._known.are(sink.pieces() or ())
+        """Whether this sink has the same places, and writes nothing by its own calls."""
+        pieces = sink.pieces() or ()
+        return all(one.tensor is not None for one in pieces) and self._known.are(pieces)
 
     @cached_property
     def lasting(self) -> set[int]:
