@@ -19,6 +19,7 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
+from rl_backends.modules import ModuleReceiver
 from rl_core.weights import refit
 
 
@@ -145,6 +146,15 @@ class MeshRank:
 
     def other_engine(self, engine: bool) -> None:
         self.engine = Net(98) if engine else None
+
+    def torn_engine(self) -> None:
+        """An engine that fails once all was read and confirmed."""
+
+        def fail(version: int) -> None:
+            raise ValueError("out of luck")
+
+        self.receiving = Net(98)
+        self.engine = ModuleReceiver(self.receiving, on_commit=fail)
 
     def other_width(self) -> None:
         self.engine = Net(98, width=5)

@@ -191,6 +191,17 @@ def test_a_refit_that_the_engine_refuses_ends_on_all_ranks_at_once(two: Ranks) -
     assert all(isinstance(r, dict) for r in two("refit"))
 
 
+def test_an_engine_that_fails_after_all_was_read_fails_on_all_ranks(two: Ranks) -> None:
+    two("build", "fsdp")
+    two.of[0].torn_engine()
+    first, other = two("refit")
+    assert isinstance(first, RefitError), first
+    assert isinstance(other, RefitAborted), other
+    assert all("ValueError: out of luck" in str(error) for error in (first, other))
+    two.of[0].other_engine(True)
+    assert all(isinstance(r, dict) for r in two("refit"))
+
+
 def test_a_rank_that_comes_late_gets_the_end_of_the_refit_that_it_came_to(two: Ranks) -> None:
     two("build", "fsdp")
     for _ in range(2):

@@ -104,7 +104,9 @@ class ModuleSender(SendsWeights):
 
     def cancel_refit(self, number: int) -> None:
         """As a policy's; the other ranks learn of it."""
-        if not self._sender.cancel(number) and self._ranks is not None and self._ranks.rank == 0:
+        if self._sender.cancel(number) or self._ranks is None or self._ranks.rank:
+            return
+        if number != self._ranks.leader.sending:  # else its own end follows
             self._ranks.leader.dismiss(number, "it failed on rank 0 before it began")
 
     def shutdown(self) -> bool:

@@ -158,7 +158,7 @@ class Leader:
             self._first = self._first or number
             for earlier in [n for n in self._calls if n < number]:
                 over = self._calls.pop(earlier)
-                close = self._end(over, f"refit {number} has begun")
+                close = self._end(over, "" if over.confirmed else f"refit {number} has begun")
                 for rank in over.absent - over.late:
                     self._missed.setdefault(rank, {})[earlier] = close
             self._begun = self._current = number
@@ -440,8 +440,9 @@ class Leader:
     ) -> messages.Close:
         """Sends the followers of a refit its end, unless they have it."""
         if call.close is None:
-            early = "" if call.confirmed else reason or "it ended before all tensors were read"
-            call.close = messages.Close(early, report)
+            if not (reason or call.confirmed):
+                reason = "it ended before all tensors were read"
+            call.close = messages.Close(reason, report)
             call.absent = set(range(1, len(self._processes))) - set(call.members)
             for member in call.members.values():
                 self._send(member.key, call.close)

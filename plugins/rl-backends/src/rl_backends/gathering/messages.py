@@ -90,7 +90,7 @@ class Close(msgspec.Struct, frozen=True, array_like=True, tag="close"):
     """Rank 0 has ended.
 
     Attributes:
-        reason: Why it did before all was read and confirmed; empty if it was.
+        reason: Why it failed; empty if it did not, or if rank 0 began the next one first.
         report: Of the refit, if rank 0 has it.
     """
 
