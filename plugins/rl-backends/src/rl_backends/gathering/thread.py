@@ -106,8 +106,8 @@ class RefitThread:
             raise RefitError(
                 f"a tensor could not be gathered ({self.collectives_diverged}), so the collectives "
                 "of the ranks may no longer match",
-                fix="build the policy again; a backend must raise for changed weights in "
-                "confirm_part, not in gather",
+                fix="build the policy again, or the sharded module on all of its ranks; a backend "
+                "must raise for changed weights in confirm_part, not in gather",
             )
 
     def finish(self, function: Callable[[], object]) -> None:
