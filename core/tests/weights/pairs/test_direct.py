@@ -477,3 +477,16 @@ def test_tensors_that_exchanged_their_memory_are_moved_back(keep):
     assert same(tensors, engine.sink.tensor)
     assert engine.sink.tensor["a"].eq(2).all()
     assert engine.sink.tensor["b"].eq(1).all()
+
+
+@pytest.mark.parametrize("side", ["trainer", "engine"])
+@pytest.mark.parametrize("mode", ["auto", "packed"])
+def test_a_tensor_that_was_transposed_where_it_was_is_sent_as_it_now_is(keep, side, mode):
+    tensors = {"a": torch.arange(9.0).view(3, 3).clone()}
+    trainer = keep(Trainer(tensors, at_home=True))
+    engine = keep(Engine(blank(tensors), kind=InPlaceSink))
+    assert go(trainer, engine, mode=mode).mode == ("direct" if mode == "auto" else mode)
+    changed = tensors if side == "trainer" else engine.sink.tensor
+    changed["a"].data = changed["a"].data.t()
+    go(trainer, engine, mode=mode, verify="installed")
+    assert same(tensors, engine.sink.tensor)

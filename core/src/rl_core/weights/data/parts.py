@@ -164,10 +164,12 @@ class KnownPieces:
 
     def __init__(self, pieces: Sequence[Piece]) -> None:
         self._pieces = tuple(pieces)
-        self._addresses = [None if one.tensor is None else one.tensor.data_ptr() for one in pieces]
+        self._addresses = [
+            t if (t := one.tensor) is None else (t.data_ptr(), t.stride()) for one in pieces
+        ]
 
     def are(self, pieces: Sequence[Piece]) -> bool:
-        """Whether these are the same tensor objects, where they were, for the same boxes."""
+        """Whether these are the same tensors, where and as they lay, for the same boxes."""
         return KnownPieces(pieces)._addresses == self._addresses and all(
             one is other or (one.tensor is other.tensor and one[:2] == other[:2])
             for one, other in zip(pieces, self._pieces, strict=True)
