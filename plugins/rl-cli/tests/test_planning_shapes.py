@@ -241,6 +241,8 @@ def test_shapes_that_do_not_fit_a_model(config: dict[str, Any], text: str, messa
         ("fsdp2ep2", "has both fsdp and ep"),
         ("tp2etp2", "has etp without ep"),
         ("dp3ep2", "has 3 ranks in a stage, which ep 2 x etp 1 does not divide"),
+        ("tp8x1000000000", "has 8,000,000,000 ranks; at most 16,384 can be planned"),
+        ("ep32dp32768", "has 32,768 ranks; at most 16,384 can be planned"),
     ],
 )
 def test_shapes_that_cannot_be_read(text: str, message: str) -> None:

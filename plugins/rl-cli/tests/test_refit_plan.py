@@ -118,8 +118,10 @@ def test_bad_shapes_name_the_option_and_the_fix(
     ("more", "message"),
     [
         (["--dtype", "bf16"], "--dtype: 'bf16' is not known"),
-        (["--between", "0"], "--between is not above 0"),
-        (["--gpus-per-host", "0"], "--gpus-per-host is not above 0"),
+        (["--between", "0"], "--between is 0.0, which is no finite number above 0"),
+        (["--between", "nan"], "--between is nan, which is no finite number above 0"),
+        (["--within", "inf"], "--within is inf, which is no finite number above 0"),
+        (["--gpus-per-host", "0"], "--gpus-per-host is 0, which is no finite number above 0"),
         (["--svg", "no/such/directory/plan.svg"], "--svg: no/such/directory/plan.svg cannot be"),
     ],
 )
@@ -139,6 +141,10 @@ def test_bad_options_are_named(plan: Plan, more: list[str], message: str) -> Non
         ('{"model_type": "qwen4"}', "'qwen4' is a model_type that the planner does not know; did"),
         ('{"model_type": "llama"}', "config.json has no 'num_hidden_layers'"),
         (json.dumps(CONFIG | {"torch_dtype": "int3"}), "--dtype: 'int3' is not known"),
+        (json.dumps(CONFIG | {"torch_dtype": ["int8"]}), "is not known"),
+        (json.dumps(CONFIG | {"num_hidden_layers": "2"}), "has num_hidden_layers '2', which is no"),
+        (json.dumps(CONFIG | {"num_attention_heads": 0}), "has num_attention_heads 0, which is no"),
+        (json.dumps(CONFIG | {"hidden_size": 64.5}), "number from 1 to 10000000"),
         (
             json.dumps(CONFIG | {"model_type": "qwen3_moe", "decoder_sparse_step": 2}),
             "layers without experts",

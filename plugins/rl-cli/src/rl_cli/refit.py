@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from html import escape
+from math import inf
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -27,9 +28,10 @@ _GPUS_PER_HOST = 8
 def plan(options: argparse.Namespace) -> int:
     """Runs plan."""
     for option in ("gpus_per_host", "within", "between"):
-        if not getattr(options, option) > 0:
+        if not 0 < (value := getattr(options, option)) < inf:
             name = f"--{option.replace('_', '-')}"
-            raise ConfigError(f"{name} is not above 0", fix="give a larger number", key=name)
+            text = f"{name} is {value}, which is no finite number above 0"
+            raise ConfigError(text, fix="give one, such as the default", key=name)
     model = model_of(config_of(options.model), options.dtype)
     trainer = Shape.parse(options.trainer, "--trainer")
     engine = Shape.parse(options.engine, "--engine", whole_experts=True)

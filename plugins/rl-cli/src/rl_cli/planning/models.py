@@ -20,6 +20,8 @@ __all__ = ["EMBEDDING", "Model", "config_of", "model_of"]
 
 #: The tensor that is the output layer, too, if that is tied.
 EMBEDDING = "model.embed_tokens.weight"
+#: No size of a model is larger.
+_MOST = 10**7
 
 
 @dataclass(frozen=True)
@@ -98,13 +100,21 @@ def model_of(config: Mapping[str, Any], dtype: str | None = None) -> Model:
         )
 
     def read(key: str, *default: Any) -> Any:
-        if (value := config.get(key)) is not None or default:
-            return default[0] if value is None else value
+        if (value := config.get(key)) is None and default:
+            return default[0]
+        least = 0 if default == (0,) else 1
+        if default and type(default[0]) is not int:
+            return value
+        if type(value) is int and least <= value <= _MOST:
+            return value
+        has = f"{key} {value!r}, which is no whole number from {least} to {_MOST}"
         raise ConfigError(
-            f"--model: config.json has no {key!r}", fix="give the model's own", key="--model"
+            f"--model: config.json has {f'no {key!r}' if value is None else has}",
+            fix="give the model's own",
+            key="--model",
         )
 
-    found = dtype or config.get("dtype") or config.get("torch_dtype") or "bfloat16"
+    found = str(dtype or config.get("dtype") or config.get("torch_dtype") or "bfloat16")
     if found not in ITEMSIZES:
         raise ConfigError(
             f"--dtype: {found!r} is not known",

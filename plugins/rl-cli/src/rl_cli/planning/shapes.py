@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 from dataclasses import dataclass
+from math import prod
 from typing import TYPE_CHECKING
 
 from rl_cli.planning.models import EMBEDDING
@@ -27,6 +28,7 @@ __all__ = ["Shape"]
 _WORD = re.compile(r"(tp|pp|dp|ep|etp|fsdp|x)([1-9][0-9]*)")
 #: Rows of a vocabulary on each rank are a multiple of it.
 _VOCABULARY_MULTIPLE = 8
+_MOST_RANKS = 16_384
 
 
 @dataclass(frozen=True)
@@ -86,6 +88,8 @@ class Shape:
                 sizes["dp"] = -(-ep * etp // tp)  # as many copies as the experts need
             if (ranks := tp * sizes.get("dp", 1)) % (ep * etp):
                 wrong = f"has {ranks} ranks in a stage, which ep {ep} x etp {etp} does not divide"
+            elif (ranks := prod(sizes.values()) // (ep * etp)) > _MOST_RANKS:
+                wrong = f"has {ranks:,} ranks; at most {_MOST_RANKS:,} can be planned"
         if wrong:
             raise ConfigError(
                 f"{option}: {text!r} {wrong}",
