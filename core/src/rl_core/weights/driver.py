@@ -65,8 +65,7 @@ def refit(
             module to generate with, written to in place. None on ranks that do not send.
         rename: For a module: gives its tensors the checkpoint's names; None leaves one out.
         retries: How often to try again after a transfer that failed, before ``deadline_s`` have
-            passed since the first attempt; what was verified and written in place is
-            not sent again.
+            passed in all; what was verified and written in place is not sent again.
         address: With ``transport="collective"``, the address of the trainer's host at which the
             engines reach it; weights are not encrypted, so name one of a private network. By
             default that of the trainer's default route, which must be a private one.
@@ -181,8 +180,11 @@ def _attempt(
     number = info.get("number") if info else None  # also where a side does not derive from ours
     try:
         if info is None or generation is None:
-            text = "refit: the rank that sends weights must have an engine, and no other rank"
-            raise ConfigError(text, fix="pass None on the other ranks", key="generation")
+            text, fix = "this rank sends the weights, and has no engine", "pass the engine here"
+            if info is None:
+                text = "the policy's prepare_refit_info() returned None: it does not send from here"
+                fix = "pass None for the engine here, or build the policy on PolicyBackend"
+            raise ConfigError(f"refit: {text}", fix=fix, key="generation")
         if chosen.transport == "collective" and "collective" not in info.get("addresses", {}):
             if not {"host", "port"} <= set(info):
                 text = "the policy's prepare_refit_info names no host and port to connect to"
@@ -204,8 +206,8 @@ def _attempt(
             chosen = SendOptions.of(options)
         else:
             generation.prepare_refit_info(info)
-    except BaseException:
-        _cancel(policy, [], number)  # its other ranks may wait already
+    except BaseException:  # its other ranks may wait already
+        _cancel(policy, [], number)
         raise
     sending = policy.send_weights(**{**options, "number": number})
     receiving, results = list[Any](), list[Any]()
