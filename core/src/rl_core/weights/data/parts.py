@@ -164,9 +164,7 @@ class KnownPieces:
 
     def __init__(self, pieces: Sequence[Piece]) -> None:
         self._pieces = tuple(pieces)
-        self._addresses = [
-            t if (t := one.tensor) is None else (t.data_ptr(), t.stride()) for one in pieces
-        ]
+        self._addresses = [None if t is None else (t.data_ptr(), t.stride()) for _, _, t in pieces]
 
     def are(self, pieces: Sequence[Piece]) -> bool:
         """Whether these are the same tensors, where and as they lay, for the same boxes."""
