@@ -101,6 +101,10 @@ class MeshRank:
             return [type(error).__name__, self.refit()]
         raise AssertionError("there is such a transport")
 
+    def fail(self) -> None:
+        """Fails to refit a module, before it comes to the other ranks."""
+        refit(self.model, {})  # type: ignore[arg-type]
+
     def state(self) -> dict[str, torch.Tensor]:
         return {name: t.clone() for name, t in self.engine.state_dict().items()}
 

@@ -129,6 +129,20 @@ def test_what_a_forward_pass_left_whole_is_refit(two: Ranks) -> None:
     assert torch.equal(two.of[0].state()["down.bias"], Net(1).down.bias)
 
 
+def test_a_call_that_fails_on_one_rank_puts_no_two_modules_together(two: Ranks) -> None:
+    two("build", "fsdp")
+    first, second = two.of
+    second.start("refit", deadline_s=4.0)
+    with pytest.raises(ConfigError):
+        first.fail()
+    first.build("fsdp", 2)  # of the same shapes
+    first.start("refit", deadline_s=4.0)
+    assert [type(result_of(rank)) for rank in two.of] == [RefitPeerError] * 2
+    second.build("fsdp", 2)
+    assert [r["version"] for r in two("refit")] == [1, 1]
+    assert torch.equal(first.state()["down.bias"], Net(2).down.bias)
+
+
 def test_a_module_that_is_sharded_between_two_refits(two: Ranks) -> None:
     two("build", "plain")
     assert two.of[0].refit()["version"] == 1

@@ -9,6 +9,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -68,8 +69,12 @@ class ModuleSender(SendsWeights):
         self.rename = rename
         self._model = weakref.ref(model)
         self._ranks: MeshRanks | None = None
+        self._places: dict[tuple[int, ...], int] = {}
         self._sender = RefitSender(self._source, name=type(model).__name__)
         self._close = weakref.finalize(model, self._end)
+        # Now, as the other ranks do it: this first call of refit may fail before it needs them.
+        with suppress(Exception):  # which refits raise
+            self._members()
 
     def prepare_refit_info(self) -> dict[str, Any] | None:
         """As a policy's; None on a rank that does not send.
@@ -121,6 +126,18 @@ class ModuleSender(SendsWeights):
 
     def _find_ranks(self) -> MeshRanks | None:
         """Those of the module's meshes, anew if they are other ones than in the last refit."""
+        members = self._members()
+        if self._ranks is not None and self._ranks.members != members:
+            self._ranks.close()
+            self._ranks = None
+        if members and self._ranks is None:
+            from rl_backends.gathering.mesh import MeshRanks
+
+            self._ranks = MeshRanks(members, self._places[members], self._module())
+        return self._ranks
+
+    def _members(self) -> tuple[int, ...]:
+        """The ranks of the module's meshes, among whose modules it has its place from now on."""
         model, tensors, members = self._module(), dict[str, torch.Tensor](), tuple[int, ...]()
         if isinstance(model, nn.Module) and _fsdp1_in(model) is None:  # whose state is a collective
             tensors = module_tensors(model)
@@ -128,15 +145,12 @@ class ModuleSender(SendsWeights):
             any(hasattr(tensor, "full_tensor") for tensor in tensors.values())
             and only_answer("weight_source", module=model) is None
         ):
-            from rl_backends.gathering.mesh import MeshRanks, mesh_members  # takes a second
+            from rl_backends.gathering.mesh import mesh_members, next_place  # takes a second
 
             members = mesh_members(type(model).__name__, tensors)
-        if self._ranks is not None and self._ranks.members != members:
-            self._ranks.close()
-            self._ranks = None
-        if members and self._ranks is None:
-            self._ranks = MeshRanks(members, model)
-        return self._ranks
+            if members not in self._places:
+                self._places[members] = next_place(members)
+        return members
 
     def _part(self, ranks: MeshRanks) -> MeshPart:
         return ranks.part(_without_adapters(self._module(), sharded=True))

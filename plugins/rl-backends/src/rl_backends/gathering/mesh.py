@@ -8,7 +8,7 @@ import weakref
 from collections import Counter
 from datetime import timedelta
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import torch
@@ -43,6 +43,7 @@ class MeshRanks(RefitRanks):
 
     Args:
         members: The numbers that the ranks have in torch.distributed, in order; the first sends.
+        place: Of the module among those of these ranks; see :func:`next_place`.
         model: Whose optimizer steps are counted; it is not kept alive.
 
     Attributes:
@@ -53,17 +54,13 @@ class MeshRanks(RefitRanks):
         RefitPeerError: Rank 0 did not come within the time that its caller has.
     """
 
-    _made: ClassVar[Counter[tuple[int, ...]]] = Counter()
-
-    def __init__(self, members: tuple[int, ...], model: nn.Module) -> None:
+    def __init__(self, members: tuple[int, ...], place: int, model: nn.Module) -> None:
         self.members = members
         self.changes = WeightChanges()
-        # All ranks come to the refits of their modules in one order.
-        self._key = f"rl-refit/{'-'.join(map(str, members))}/{self._made[members]}"
+        self._key = f"rl-refit/{'-'.join(map(str, members))}/{place}"
         self._store = c10d._get_default_store()
         host = default_address(os.environ.get("MASTER_ADDR", "127.0.0.1"))
         self._join(members.index(dist.get_rank()), len(members), host, self._find)
-        self._made[members] += 1
         changes, reference = self.changes, weakref.ref(model)
 
         def stepped(optimizer: Any, args: Any, kwargs: Any) -> None:
@@ -142,6 +139,19 @@ class MeshPart(DTensorSource):
     def close_part(self) -> None:
         """See :meth:`Part.close_part`."""
         self.watched.close()
+
+
+#: Modules of this process, by the ranks of their meshes.
+_placed: Counter[tuple[int, ...]] = Counter()
+
+
+def next_place(members: tuple[int, ...]) -> int:
+    """The place of a module among those of these ranks, in the order of their first refits.
+
+    It is the same on all of them, as each begins to refit its modules in one order.
+    """
+    _placed[members] += 1
+    return _placed[members]
 
 
 def mesh_members(kind: str, tensors: Mapping[str, torch.Tensor]) -> tuple[int, ...]:
