@@ -110,7 +110,7 @@ def refit(
     hookspecs.emit("refit_started", verify=chosen.verify, isolation=chosen.isolation)
     while True:
         try:
-            with _turn(sender, end), _turn(receiver, end) if receiver else nullcontext():
+            with _turn(sender, end), _turn(receiver, end):
                 if sender is not policy:
                     sender.rename = rename
                 if (left := end - time.monotonic()) < chosen.deadline_s - TICK_S:
@@ -119,10 +119,9 @@ def refit(
                 with within(chosen.deadline_s - least_s):  # for calls before the transfer begins
                     report = _attempt(sender, receiver, chosen, options, address, attempt)
         except Exception as error:
+            may_pass = isinstance(error, RefitError | DeadlineError)
             if isinstance(error, LifecycleError):  # the weights changed while they were sent
                 may_pass = error.details.get("phase") in (Phase.TRANSFER, Phase.SEAL)
-            else:
-                may_pass = isinstance(error, RefitError | DeadlineError)
             may_pass &= not isinstance(error, ManifestMismatchError)
             again = attempt <= retries and may_pass and end - time.monotonic() > least_s
             what = {"error": type(error).__name__, "message": str(error), "attempt": attempt}
@@ -158,6 +157,8 @@ def _end(party: Any, method: str) -> Any:
 
 def _turn(side: Any, end: float) -> AbstractContextManager[None]:
     """The turn of a call of ``refit`` at a policy or engine: two at once would share a number."""
+    if side is None:
+        return nullcontext()
     with _finding_turns:
         lock = _turns.setdefault(id(side), EngineLock())
     left = max(0.0, end - time.monotonic())
@@ -190,7 +191,6 @@ def _attempt(
                 text = "the policy's prepare_refit_info names no host and port to connect to"
                 fix = "build the policy on PolicyBackend, or call init_collective on both sides"
                 raise RefitProtocolError(text, fix=fix, phase="DISCOVER")
-            # An address that the internet reaches must be named by the user.
             if address is None and ip_address(info["host"]).is_global:
                 text = f"refit: the trainer's default route has the public address {info['host']}, "
                 text += "and weights are sent without encryption"
