@@ -73,7 +73,7 @@ class ModuleSender(SendsWeights):
         self._sender = RefitSender(self._source, name=type(model).__name__)
         self._close = weakref.finalize(model, self._end)
         # Now, as the other ranks do it: this first call of refit may fail before it needs them.
-        with suppress(Exception):  # which refits raise
+        with suppress(Exception):  # each refit looks again, and raises it
             self._members()
 
     def prepare_refit_info(self) -> dict[str, Any] | None:

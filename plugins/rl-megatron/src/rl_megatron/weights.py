@@ -280,6 +280,3 @@ class MegatronSource(GatheredSource):
     def gather(self, name: str) -> torch.Tensor | None:
         """See :meth:`GatheredSource.gather`."""
         return self._gathering(name)
-
-    def close_part(self) -> None:
-        """See :meth:`GatheredSource.close_part`; there is nothing to let go of."""

@@ -56,9 +56,6 @@ class DTensorSource(GatheredSource):
         [(_, tensor)] = self._source.tensors([name])
         return self._whole(tensor)
 
-    def close_part(self) -> None:
-        """See :meth:`GatheredSource.close_part`; there is nothing to let go of."""
-
 
 def whole_on_first(
     tensor: torch.Tensor, group: Any, members: Sequence[int], device: torch.device
