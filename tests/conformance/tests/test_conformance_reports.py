@@ -182,6 +182,14 @@ def test_reports_that_were_kept_are_read() -> None:
     assert {read_report(path).verdict for path in kept} == {Verdict.CONFORMANT}
 
 
+def test_reports_from_before_a_clause_was_numbered_anew_are_read_under_its_number() -> None:
+    report = _report(replace(GOOD, check="R17/good"), clauses=("R17",))
+    data = json.loads(to_json(report).replace("R17", "R16"))
+    with pytest.raises(ValueError, match="does not know: R16"):
+        from_json(json.dumps(data))
+    assert from_json(json.dumps(data | {"schema": 1})) == report
+
+
 @pytest.mark.parametrize(
     ("key", "value"),
     [("seconds", "long"), ("status", "fine"), ("measures", [{}]), ("figures", [{"name": "x"}])],
@@ -420,12 +428,13 @@ def _foreign(**changes: Any) -> str:
         "[]",
         '"text"',
         "{}",
-        _foreign(schema=2),
+        _foreign(schema=3),
         _foreign(clauses=[{"id": "G99", "checks": []}]),
         _foreign(clauses=[{"id": "B1", "checks": [{"check": "B1/x"}]}]),
         _foreign(clauses=3),
         _foreign(environment=None),
         '{"schema": 1}',
+        '{"schema": 2}',
     ],
 )
 def test_what_is_no_report_is_refused_by_name(tmp_path: Path, text: str) -> None:

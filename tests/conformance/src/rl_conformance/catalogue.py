@@ -102,7 +102,7 @@ _LOOK = {
     "R13": "state that two engines or two trainers of one process share",
     "R14": "WeightSink.scale_kv",
     "R15": "WeightSink.read, and whether WeightSink.write reaches the weights in use",
-    "R16": "WeightSink of an engine that serves adapters: where A and B of each layer go, which "
+    "R17": "WeightSink of an engine that serves adapters: where A and B of each layer go, which "
     "adapter a row gets, fail",
     "A1": "logprobs of generate, get_logprobs",
     "A2": "generate with long outputs: decoding with a cache against a forward pass",
@@ -365,7 +365,7 @@ _ENTRIES = (
     ),
     Clause("R15", 'verify="installed" catches a loader that does not load', tolerance=_DECLARED),
     Clause(
-        "R16",
+        "R17",
         "a refit sends only adapters, and the old ones serve until it commits",
         capability="adapters",
         tolerance=_DECLARED,

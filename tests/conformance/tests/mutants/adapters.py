@@ -16,7 +16,7 @@ def _exchanged(name: str, one: str, other: str) -> str:
     return "\0".join(part.replace(other, one) for part in name.split(one)).replace("\0", other)
 
 
-@breaks("R16", checks="R16")
+@breaks("R17", checks="R17")
 class TheOldAdapterServesOn(ReferenceGeneration):
     """Rows get the adapter of the version before."""
 
@@ -25,7 +25,7 @@ class TheOldAdapterServesOn(ReferenceGeneration):
             return self.loaded.get(3 - self.serving, self.loaded[self.serving])[name]
 
 
-@breaks("R16", checks="R16")
+@breaks("R17", checks="R17")
 class AAndBAreOfAnotherLayer(ReferenceGeneration):
     """The adapter of one layer is computed in another, and read back as it came."""
 
@@ -34,7 +34,7 @@ class AAndBAreOfAnotherLayer(ReferenceGeneration):
             return super().used(_exchanged(name, ".layers.0.", ".layers.1."))
 
 
-@breaks("R16", checks="R16")
+@breaks("R17", checks="R17")
 class TwoModulesAreExchanged(ReferenceGeneration):
     """Keys get the adapter of values."""
 
@@ -43,7 +43,7 @@ class TwoModulesAreExchanged(ReferenceGeneration):
             return super().used(_exchanged(name, "k_proj", "v_proj"))
 
 
-@breaks("R16", checks="R16")
+@breaks("R17", checks="R17")
 class AdaptersAreScaledAgain(ReferenceGeneration):
     """The engine multiplies by a scale that is in B already."""
 
@@ -52,7 +52,7 @@ class AdaptersAreScaledAgain(ReferenceGeneration):
             return super().used(name) * (2 if "lora_B" in name else 1)
 
 
-@breaks("R16", checks="R16")
+@breaks("R17", checks="R17")
 class AFailedAdapterServes(ReferenceGeneration):
     """A refit that fails after the adapter was loaded leaves it in service."""
 
@@ -61,7 +61,7 @@ class AFailedAdapterServes(ReferenceGeneration):
             pass
 
 
-@breaks("R16", checks="R16")
+@breaks("R17", checks="R17")
 class TheNewAdapterTakesThePlaceOfTheOld(ReferenceGeneration):
     """There is one adapter, which a refit overwrites while it serves."""
 

@@ -1,4 +1,4 @@
-"""R16: refits that send only adapters."""
+"""R17: refits that send only adapters."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def _serves(ctx: Context, trainer: Any, generation: Any, version: int) -> None:
     same_weights(engine_weights(generation), sent, "the adapter read from the engine")
 
 
-@check("R16", needs=("generation",))
+@check("R17", needs=("generation",))
 def adapters_arrive_beside_the_base(ctx: Context) -> None:
     """The base serves, then the adapters of the last refit, on whatever way they came."""
     trainer, generation = adapter_trainer(ctx), serving_adapters(ctx)
@@ -62,7 +62,7 @@ def adapters_arrive_beside_the_base(ctx: Context) -> None:
         _serves(ctx, trainer, generation, version)
 
 
-@check("R16", needs=("generation",))
+@check("R17", needs=("generation",))
 def each_layer_has_its_own_adapter(ctx: Context) -> None:
     """An adapter of one layer alone changes what that layer computes, and no other."""
     trainer, generation = adapter_trainer(ctx), serving_adapters(ctx)
@@ -80,7 +80,7 @@ _FAULTS: dict[str, dict[str, Any]] = {
 }
 
 
-@check("R16", needs=("generation",), cases=_FAULTS)
+@check("R17", needs=("generation",), cases=_FAULTS)
 def a_failed_refit_leaves_the_old_adapter(ctx: Context, fault: Any, how: dict[str, Any]) -> None:
     """Staged or not, in one of two engines: both serve the old adapter, and take the next one."""
     trainer, generation, other = adapter_trainer(ctx), serving_adapters(ctx), serving_adapters(ctx)
@@ -106,7 +106,7 @@ def a_failed_refit_leaves_the_old_adapter(ctx: Context, fault: Any, how: dict[st
         _serves(ctx, trainer, engine, engine.weights_version)
 
 
-@check("R16", needs=("generation",))
+@check("R17", needs=("generation",))
 def the_old_adapter_serves_meanwhile(ctx: Context) -> None:
     """While a staged one arrives the engine generates, with the old one."""
     trainer, generation, seen = adapter_trainer(ctx), serving_adapters(ctx), []
@@ -123,7 +123,7 @@ def the_old_adapter_serves_meanwhile(ctx: Context) -> None:
     _serves(ctx, trainer, generation, 2)
 
 
-@check("R16", needs=("generation",))
+@check("R17", needs=("generation",))
 def other_adapters_are_refused_by_name(ctx: Context) -> None:
     """Another rank, or other modules: the error has the names, and nothing changes."""
     trainer, generation = adapter_trainer(ctx), serving_adapters(ctx)
