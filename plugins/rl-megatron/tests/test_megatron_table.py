@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -10,9 +11,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from rl_backends.gathering import WeightChanges
+from rl_core.errors import RefitError
 from rl_megatron.architectures import FAMILIES, Architecture
 from rl_megatron.sizes import Sizes
+from rl_megatron.source import MegatronSource, RankTensors
 from rl_megatron.table import Table, padded_vocabulary
+from rl_megatron.weights import owned_pieces
 
 Tensors = dict[str, torch.Tensor]
 
@@ -196,6 +201,57 @@ def test_pieces_are_where_megatron_has_them_and_each_element_is_sent_once(spread
             unfilled = {name for name, tensor in parameters.items() if not tensor.any()}
             assert unfilled <= table.padding(at)
         assert all(bool((count == 1).all()) for count in sent.values())
+
+
+class _Model(torch.nn.Module):
+    """One rank's parameters, each in memory of its own."""
+
+    def __init__(self, parameters: Tensors) -> None:
+        super().__init__()
+        self.all = {
+            name: torch.nn.Parameter(tensor.contiguous().clone(), requires_grad=False)
+            for name, tensor in parameters.items()
+        }
+
+    def named_parameters(self, *_: Any, **__: Any) -> Iterator[tuple[str, torch.nn.Parameter]]:
+        return iter(self.all.items())
+
+
+@settings(max_examples=25, deadline=None)
+@given(spreads())
+def test_what_all_ranks_give_to_refits_is_the_whole_and_lies_in_their_parameters(spread):
+    architecture, sizes = spread
+    apart = checkpoint(architecture)
+    for kind, whole in (("separate", apart), ("stacked", stacked(architecture, apart))):
+        table = Table(architecture, kind)
+        total = {name: torch.zeros_like(tensor) for name, tensor in whole.items()}
+        described = []
+        for rank in range(sizes.world):
+            model = _Model(megatron(architecture, sizes, rank, apart))
+            owned = owned_pieces(table, sizes.coordinates(rank), model)
+            source = MegatronSource(RankTensors.of(table, owned), WeightChanges())
+            described.append(source.specs())
+            memory = {each.untyped_storage().data_ptr() for each in model.all.values()}
+            here = {name: torch.zeros_like(tensor) for name, tensor in whole.items()}
+            for name, box, tensor in source.pieces():
+                index = tuple(slice(*ends) for ends in box)
+                assert tensor.equal(whole[name][index]), (rank, name, box)
+                assert tensor.untyped_storage().data_ptr() in memory
+                here[name][index] += 1
+            for name, count in here.items():
+                assert int(count.max()) <= 1, f"rank {rank} gives elements of {name} twice"
+                total[name] += count
+                if bool(count.all()):
+                    assert next(source.tensors([name]))[1].equal(whole[name])
+                else:
+                    with pytest.raises(RefitError, match="others have parts"):
+                        next(source.tensors([name]))
+        assert all(bool((count >= 1).all()) for count in total.values())
+        assert all(specs == described[0] for specs in described)
+        aliases = {s.name: s.alias_of for s in described[0] if s.alias_of}
+        assert aliases == ({table.tied[1]: table.tied[0]} if table.tied else {})
+        shapes = {s.name: s.shape for s in described[0] if not s.alias_of}
+        assert shapes == {name: tuple(tensor.shape) for name, tensor in whole.items()}
 
 
 @settings(max_examples=25, deadline=None)

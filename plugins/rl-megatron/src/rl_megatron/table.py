@@ -15,6 +15,7 @@ from rl_megatron.sizes import Coordinates, Sizes
 if TYPE_CHECKING:
     import torch
 
+    from rl_core.interfaces import Box
     from rl_megatron.architectures import Architecture
 
 __all__ = ["Experts", "Piece", "Table", "padded_vocabulary"]
@@ -46,7 +47,7 @@ class Piece:
 
     name: str
     shape: tuple[int, ...]
-    box: tuple[tuple[int, int], ...]
+    box: Box
     parameter: tuple[str, ...]
     rows: tuple[int, int, int]
     counts: bool
@@ -77,6 +78,21 @@ class Piece:
         if len(tensor) == of:
             return tensor[first:after]
         return tensor.view(-1, of, *tensor.shape[1:])[:, first:after]
+
+    def views(self, tensor: torch.Tensor) -> Iterator[tuple[Box, torch.Tensor]]:
+        """The box, cut into boxes that lie in a tensor of the parameter's shape as they are.
+
+        Yields:
+            Each of them, of a group of heads or of all, and a view of its sizes.
+        """
+        view = self.view(tensor)
+        if view.dim() <= len(self.box):
+            yield self.box, view.view(self.sizes)
+            return
+        (first, after), *features = self.box
+        height = view.shape[1]
+        for start, rows in zip(range(first, after, height), view, strict=True):
+            yield ((start, start + height), *features), rows
 
     def read(self, tensor: torch.Tensor) -> torch.Tensor:
         """The box out of a tensor of the parameter's shape; a copy where it is not in one piece."""
@@ -198,7 +214,7 @@ def _piece(
     name: str,
     parameter: tuple[str, ...],
     shape: tuple[int, ...],
-    box: tuple[tuple[int, int], ...],
+    box: Box,
     rows: tuple[int, int, int] | None = None,
     *,
     expert: bool = False,
@@ -331,7 +347,7 @@ def _experts(rank: _Rank, source: str, parameter: tuple[str, ...]) -> Iterator[P
                 )
     for number, targets in _local_experts(rank, prefix, "linear_fc2"):
         name, shape = f"{source}{number}.down_proj.weight", (a.hidden, a.ffn)
-        box: tuple[tuple[int, int], ...] = ((0, a.hidden), (first, after))
+        box: Box = ((0, a.hidden), (first, after))
         if rank.experts == "stacked":
             name, shape = f"{source}down_proj", (a.experts, *shape)  # type: ignore[assignment]
             box = ((number, number + 1), *box)
