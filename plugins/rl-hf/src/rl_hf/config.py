@@ -89,8 +89,9 @@ class DTensorConfig(TypedDict, total=False):
 
     Attributes:
         enabled: Each data-parallel rank keeps a shard of every parameter, gradient and optimizer
-            state, and has a layer whole only while it computes. False: each rank has the whole
-            model. Without effect on one rank. Default False.
+            state, and has a layer whole only while it computes. Adapters (``lora``) are whole on
+            each rank. False: each rank has the whole model. Without effect on one rank. Default
+            False.
     """
 
     enabled: bool

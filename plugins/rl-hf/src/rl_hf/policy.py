@@ -137,7 +137,9 @@ class HuggingFacePolicy(PolicyBackend):
             )
             reference = checked.get("reference", "swap")
             if self._shards is not None and worker is not None:
-                self._shards.shard(self.model, model, self._probe)
+                adapters = {p for p in self.model.parameters() if p.requires_grad}
+                kept = adapters if self._adapters else None
+                self._shards.shard(self.model, model, self._probe, kept=kept)
                 self.refit_ranks = RefitRanks(self._shards.messages, address=worker.master_addr)
                 # A second model would have to be sharded, too; a second set of tensors is enough.
                 reference = "memory" if reference == "copy" else reference
@@ -193,8 +195,9 @@ class HuggingFacePolicy(PolicyBackend):
                         failed.append(error)
                 loss = torch.stack(losses).sum() if losses else torch.zeros(())
                 if learn and loss.requires_grad:
-                    # FSDP takes the mean over ranks of what are parts of a sum.
-                    (loss * self.ranks.size).backward()  # type: ignore[no-untyped-call]
+                    # FSDP takes the mean over ranks of what are parts of a sum; not of adapters.
+                    factor = 1 if self._adapters else self.ranks.size
+                    (loss * factor).backward()  # type: ignore[no-untyped-call]
         if failed:
             raise failed[0]
 
@@ -290,14 +293,14 @@ class HuggingFacePolicy(PolicyBackend):
     def gradient_norm(self) -> float:
         """See :meth:`PolicyModel.gradient_norm`."""
         optimizer = self._stepping
-        if self._shards is not None:
+        if self._shards is not None and not self._adapters:
             shards = [local_part(gradient) for gradient in optimizer.gradients().values()]
             own = float(torch.stack([shard.double().square().sum() for shard in shards]).sum())
             return math.sqrt(sum(self.ranks.gather(own)))
         if self.ranks.size > 1:
             everybody = self.ranks.gather(list(optimizer.gradients()))
             optimizer.set_zero_gradients({name for names in everybody for name in names})
-            self.ranks.sum_(optimizer.gradients().values())
+            (self._shards or self.ranks).sum_(optimizer.gradients().values())
         gradients = list(optimizer.gradients().values())
         return float(torch.nn.utils.get_total_norm(gradients)) if gradients else 0.0
 

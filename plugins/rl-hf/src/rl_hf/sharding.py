@@ -1,5 +1,7 @@
 """A model in parts: each data-parallel rank has a shard of every parameter (FSDP2).
 
+Adapters are small, so that each rank has all of them: it can merge its shard of a weight alone.
+
 A layer is whole on a rank only while it computes. All ranks must then run the model equally often:
 a rank with fewer microbatches runs it on a few tokens that count for nothing.
 """
@@ -120,13 +122,21 @@ class Shards:
         return group
 
     @torch.no_grad()
-    def shard(self, model: nn.Module, inner: nn.Module, probe: Callable[[], torch.Tensor]) -> None:
+    def shard(
+        self,
+        model: nn.Module,
+        inner: nn.Module,
+        probe: Callable[[], torch.Tensor],
+        *,
+        kept: set[nn.Parameter] | None = None,
+    ) -> None:
         """Leaves of a model this rank's shards; called on all ranks.
 
         Args:
             model: Whole, on its device.
             inner: The transformers model in it.
             probe: Runs the model on a few tokens; its result must stay what it is.
+            kept: Parameters that each rank keeps whole. FSDP leaves their gradients alone.
 
         Raises:
             CapabilityError: The model cannot be sharded, which the probe shows.
@@ -137,7 +147,7 @@ class Shards:
         # Frozen parameters and trained ones have their own dtypes, as in a model that is whole.
         precision = MixedPrecisionPolicy(reduce_dtype=torch.float32, cast_forward_inputs=False)
         for unit in (*_layers(inner), model):
-            fully_shard(unit, mesh=mesh, mp_policy=precision)
+            fully_shard(unit, mesh=mesh, mp_policy=precision, ignored_params=kept)
         try:
             off = float((probe() - before).abs().max())
             model.reshard()  # type: ignore[operator]
@@ -152,14 +162,20 @@ class Shards:
             )
 
     def whole(self, tensor: torch.Tensor, *, refit: bool = False) -> torch.Tensor | None:
-        """Puts a tensor together on rank 0; see :func:`whole_on_first`.
+        """A tensor put together on rank 0, and None elsewhere; see :func:`whole_on_first`.
 
         Args:
             tensor: A parameter, or what was made of one.
             refit: Through the group that refits alone use, from another thread.
         """
         group = self._refits if refit else self._group
-        return whole_on_first(tensor, group, range(self.ranks.size), self._device)
+        made = whole_on_first(tensor, group, range(self.ranks.size), self._device)
+        return None if self.ranks.rank else made
+
+    def sum_(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Replaces tensors that all ranks have whole by their sums over the ranks."""
+        for tensor in tensors:
+            dist.all_reduce(tensor, group=self._group)
 
     @contextmanager
     def passing(self, what: str) -> Generator[None]:
