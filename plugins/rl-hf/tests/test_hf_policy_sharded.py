@@ -18,6 +18,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
+from rl_backends.pieces import index_of
 from rl_conformance.losses import LogitLikelihood, RaisesInARow, SequenceLikelihood
 from rl_conformance.models import make_reward_model
 from rl_conformance.training import NegativeLogLikelihood, training_batch
@@ -27,6 +28,7 @@ from rl_core.errors import ConfigError, RLError
 from rl_core.interfaces import WorkerContext
 from rl_core.ports import free_port
 from rl_core.weights import refit
+from rl_hf.lora import MergedWeightSource, merged_state
 from rl_hf.policy import HuggingFacePolicy
 from rl_hf.sharding import check_sharding
 from rl_hosting import LocalCluster
@@ -304,11 +306,13 @@ WORKER = """
 """
 
 
-def workers(model: Path, directory: Path, what: str, size: int) -> list[dict[str, Any]]:
+def workers(
+    model: Path, directory: Path, what: str, size: int, script: str = WORKER
+) -> list[dict[str, Any]]:
     port = free_port()
     started = [
         subprocess.Popen(
-            [sys.executable, "-c", textwrap.dedent(WORKER), model, directory, what]
+            [sys.executable, "-c", textwrap.dedent(script), model, directory, what]
             + [str(number) for number in (rank, size, port)],
             stdout=subprocess.PIPE,
             text=True,
@@ -355,6 +359,99 @@ def test_each_rank_has_its_part_and_logits_are_made_in_parts(tiny, tmp_path):
         "Qwen3MoeForCausalLM"
     ]
     alone.shutdown()
+
+
+#: What is read when the groups have ended was read without a collective.
+ADAPTERS = """
+    import json, sys, torch
+    from safetensors.torch import save_file
+    from torch.distributed.tensor import DTensor
+    from rl_core.interfaces import WorkerContext
+    from rl_conformance.training import NegativeLogLikelihood, training_batch
+    from rl_hf import saving
+    from rl_hf.lora import AdapterWeightSource, MergedWeightSource
+    from rl_hf.policy import HuggingFacePolicy
+
+    model, directory, config, rank, size, port = sys.argv[1:4] + [int(a) for a in sys.argv[4:]]
+    worker = WorkerContext(rank, size, rank, "127.0.0.1", port)
+    policy = HuggingFacePolicy(
+        model, worker=worker, dtensor_cfg={"enabled": True}, **json.loads(config)
+    )
+    mine = training_batch((24, 20, 16) if rank else (3, 4, 5), seed=rank)
+    steps = [policy.train(mine, NegativeLogLikelihood()) for _ in range(3)]
+    if rank:  # rank 0 has the adapters whole, too, and writes alone
+        saving.save_file = None
+    policy.save_checkpoint(f"{directory}/saved")
+    parameters = dict(policy.model.named_parameters())
+    source = MergedWeightSource(policy.model, sharded=True)
+    policy._shards.leave()
+    alone = AdapterWeightSource(policy.model)
+    pieces = source.pieces()
+    names = dict.fromkeys(piece.name for piece in pieces)
+    made = [*source.tensors(list(names))]
+    assert [name for name, _ in made] == [piece.name for piece in pieces]
+    for piece, (_, tensor) in zip(pieces, made, strict=True):
+        assert piece.tensor is None or torch.equal(piece.tensor, tensor)
+    save_file({str(n): t.contiguous() for n, (_, t) in enumerate(made)}, f"{directory}/{rank}.st")
+    state = policy._optimizer.state() | dict(alone.tensors([s.name for s in alone.specs()]))
+    save_file({n: t.contiguous() for n, t in state.items()}, f"{directory}/adapters{rank}.st")
+    print(json.dumps({
+        "norms": [float(step["grad_norm"]) for step in steps],
+        "sharded": [n for n, p in parameters.items() if isinstance(p, DTensor)],
+        "whole": [n for n, p in parameters.items() if not isinstance(p, DTensor)],
+        "specs": [[s.name, s.shape, s.dtype, s.alias_of, s.trainable] for s in source.specs()],
+        "pieces": [[p.name, p.box, p.tensor is None] for p in pieces],
+    }))
+    policy.shutdown()
+"""
+
+
+@pytest.mark.parametrize(("size", "dtype"), [(2, "bfloat16"), (3, "float32")])
+def test_each_rank_has_all_adapters_and_merges_its_boxes_alone(tiny, tmp_path, size, dtype):
+    # Of the four rows of k_proj and v_proj the last of three ranks has none.
+    path = tiny("llama", vocab_size=269, head_dim=4, num_key_value_heads=1)
+    config = {
+        "torch_dtype": dtype,
+        "lora": LORA | {"target_modules": ["q_proj", "k_proj", "down_proj"]},
+        "optimizer": {"lr": 1e-2},
+        "max_grad_norm": 0.1,
+    }
+    found = workers(path, tmp_path, json.dumps(config), size, ADAPTERS)
+    first = found[0]
+    assert all("lora_" in name for name in first["whole"])
+    assert not any("lora_" in name for name in first["sharded"])
+    adapters = [load_file(tmp_path / f"adapters{rank}.st") for rank in range(size)]
+    for other, theirs in zip(found, adapters, strict=True):
+        for key in ("norms", "specs", "whole"):
+            assert other[key] == first[key]
+        assert theirs.keys() == adapters[0].keys()
+        assert all(torch.equal(tensor, adapters[0][name]) for name, tensor in theirs.items())
+
+    batches = [training_batch((24, 20, 16) if r else (3, 4, 5), seed=r) for r in range(size)]
+    one = HuggingFacePolicy(str(path), **config)
+    joined = BatchedDataDict.from_batches(batches)
+    norms = [float(one.train(joined, NegativeLogLikelihood())["grad_norm"]) for _ in range(3)]
+    assert first["norms"] == pytest.approx(norms, rel=2e-5 if dtype == "float32" else 2e-2)
+
+    resumed = HuggingFacePolicy(str(path), resume_from=str(tmp_path / "saved"), **config)
+    expected = merged_state(resumed.model)
+    source = MergedWeightSource(resumed.model)
+    specs = [[s.name, list(s.shape), s.dtype, s.alias_of, s.trainable] for s in source.specs()]
+    assert first["specs"] == specs
+    assert source.pieces() is None
+    put = {name: torch.full_like(tensor, torch.nan) for name, tensor in expected.items()}
+    updated = set()
+    for rank, result in enumerate(found):
+        made = load_file(tmp_path / f"{rank}.st")
+        for number, (name, box, on_demand) in enumerate(result["pieces"]):
+            assert put[name][index_of(box)].shape == made[str(number)].shape
+            put[name][index_of(box)] = made[str(number)]
+            updated |= {name} if on_demand else set()
+    assert updated == {name for name, _, _, _, trainable in specs if trainable}
+    for name, tensor in expected.items():
+        assert torch.equal(put[name], tensor), name
+    held = [sum("k_proj" in name for name, *_ in result["pieces"]) for result in found]
+    assert bool(held[-1]) == (size == 2)
 
 
 def test_a_rank_that_dies_in_a_step_is_named(tiny, tmp_path):

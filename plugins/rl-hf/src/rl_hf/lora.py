@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -11,9 +10,11 @@ import torch
 
 from rl_backends import adapters
 from rl_backends.modules import plain_name, whole_tensors
+from rl_backends.pieces import index_of, pieces_of
 from rl_backends.torch.reference import Reference
 from rl_core.errors import CapabilityError, ConfigError
-from rl_core.weights.tensors import NamedTensorSource, module_tensors, tensor_specs
+from rl_core.interfaces import Piece
+from rl_core.weights.tensors import NamedTensorSource, tensor_specs
 
 if TYPE_CHECKING:
     from collections.abc import Generator, Iterator, Mapping, Sequence
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from rl_backends.gathering.dtensors import Whole
-    from rl_core.interfaces import TensorSpec
+    from rl_core.interfaces import Box, TensorSpec
 
 __all__ = [
     "AdapterWeightSource",
@@ -85,12 +86,11 @@ class MergedWeightSource(NamedTensorSource):
     They are what the model computes with now: those of the active adapters, of modules that are
     trained whole (``modules_to_save``), and without any where adapters are disabled.
     ``weight + B A * alpha / r`` is made when it is asked for; the model is not touched. Weights
-    that nothing trains are declared as frozen.
+    that nothing trains are declared as frozen. Of a sharded model each rank makes what it has.
 
     Args:
         model: What :func:`add_adapters` or peft returned, or a module with such layers.
-        whole: Puts a tensor of a sharded model together; on ranks where it returns None, nothing
-            is made. By default all tensors must be here.
+        sharded: Tensors may be DTensors, but not the adapters. By default all must be here.
 
     Raises:
         CapabilityError: Its adapters are not a sum of weights, or not of a kind that is known; or
@@ -98,16 +98,12 @@ class MergedWeightSource(NamedTensorSource):
         ConfigError: An adapted weight is tied to another module's.
     """
 
-    def __init__(self, model: Any, whole: Whole | None = None) -> None:
+    def __init__(self, model: Any, *, sharded: bool = False) -> None:
         from peft.utils.other import ModulesToSaveWrapper
 
         base = getattr(model, "get_base_model", lambda: model)()
-        self._whole = whole
-        every = (
-            whole_tensors(base)
-            if whole is None
-            else {plain_name(name): tensor for name, tensor in module_tensors(base).items()}
-        )
+        self._sharded = sharded
+        every = whole_tensors(base, sharded=sharded)
         _check_ties(base, every)
         self._updates: dict[str, tuple[Any, list[str]]] = {}
         tensors: dict[str, Any] = {}
@@ -139,21 +135,47 @@ class MergedWeightSource(NamedTensorSource):
 
     @torch.no_grad()
     def tensors(self, names: Sequence[str]) -> Iterator[tuple[str, torch.Tensor]]:
-        """See :meth:`WeightSource.tensors`."""
+        """See :meth:`WeightSource.tensors`; of a sharded model the boxes of :meth:`pieces`."""
         for name, base in super().tensors(names):
-            tensor: torch.Tensor | None = base
-            if name in self._updates:
-                layer, active = self._updates[name]
-                if self._whole is not None:
-                    layer, tensor = _whole_layer(layer, self._whole), self._whole(base)
-                if tensor is not None:
-                    for adapter in active:
-                        tensor = tensor + layer.get_delta_weight(adapter)
-                    tensor = tensor.to(base.dtype)
-            yield name, torch.empty(0) if tensor is None else tensor
+            if self._sharded:
+                for box, part in pieces_of(base):
+                    yield name, self._merged(name, part, box)
+            else:
+                yield name, self._merged(name, base)
 
-    def pieces(self) -> None:
-        """None: what is merged is made when it is asked for."""
+    @torch.no_grad()
+    def gathered(self, name: str, whole: Whole) -> torch.Tensor | None:
+        """A tensor of a sharded model, put together on rank 0.
+
+        Args:
+            name: Of the tensor.
+            whole: Puts it together; called on all ranks.
+        """
+        tensor = whole(self.tensors_by_name[name])
+        return None if tensor is None else self._merged(name, tensor)
+
+    def pieces(self) -> Sequence[Piece] | None:
+        """What this rank has of a sharded model; a merged weight is made when it is asked for.
+
+        Returns:
+            None if the model is not sharded: all tensors are whole then.
+        """
+        if not self._sharded:
+            return None
+        return [
+            Piece(name, box, None if name in self._updates else part)
+            for name, tensor in self.tensors_by_name.items()
+            for box, part in pieces_of(tensor)
+        ]
+
+    def _merged(self, name: str, part: torch.Tensor, box: Box | None = None) -> torch.Tensor:
+        """A weight, or a box of it, with its adapters added in."""
+        layer, active = self._updates.get(name, (None, []))
+        total = part
+        for adapter in active:
+            update = layer.get_delta_weight(adapter)
+            total = total + (update if box is None else update[index_of(box)])
+        return total.to(part.dtype)
 
 
 def has_adapters(module: nn.Module) -> bool:
@@ -211,17 +233,6 @@ def _adapted(base: nn.Module) -> dict[str, Any]:
         ):
             raise _not_merged(name, f"its trained weights are in a {kind}")
     return layers
-
-
-def _whole_layer(layer: Any, whole: Whole) -> Any:
-    """A layer whose adapters are whole; what they were put on stays as it is."""
-    other = copy.copy(layer)
-    other._parameters = {n: p if p is None else whole(p) for n, p in layer._parameters.items()}
-    other._modules = {
-        name: part if name == "base_layer" else _whole_layer(part, whole)
-        for name, part in layer._modules.items()
-    }
-    return other
 
 
 def _modules(base: nn.Module) -> Iterator[tuple[str, nn.Module]]:

@@ -47,7 +47,6 @@ if TYPE_CHECKING:
 
     from torch import nn
 
-    from rl_backends.gathering.dtensors import Whole
     from rl_core.interfaces import WeightSource, WorkerContext
     from rl_hf.hidden import Body
 
@@ -55,6 +54,15 @@ _log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 __all__ = ["HuggingFacePolicy"]
+
+
+class MergedSource(DTensorSource):
+    """Merged weights of a sharded model, each put together on rank 0 when its turn comes."""
+
+    def gather(self, name: str) -> torch.Tensor | None:
+        """See :meth:`GatheredSource.gather`."""
+        assert isinstance(self._source, MergedWeightSource)
+        return self._source.gathered(name, self._whole)
 
 
 class HuggingFacePolicy(PolicyBackend):
@@ -454,13 +462,16 @@ class HuggingFacePolicy(PolicyBackend):
         if self._shards is None:
             return self._tensors()
         whole = partial(self._shards.whole, refit=True)
-        return DTensorSource(self.refit_ranks, self.changes, self._tensors(whole), whole)
+        source = self._tensors()
+        kind = MergedSource if isinstance(source, MergedWeightSource) else DTensorSource
+        return kind(self.refit_ranks, self.changes, source, whole)
 
-    def _tensors(self, whole: Whole | None = None) -> NamedTensorSource:
+    def _tensors(self) -> NamedTensorSource:
         if not self._adapters:
             return NamedTensorSource(module_tensors(self.model))
-        alone = self.config["lora"].get("refit") == "adapter"
-        return AdapterWeightSource(self.model) if alone else MergedWeightSource(self.model, whole)
+        if self.config["lora"].get("refit") == "adapter":
+            return AdapterWeightSource(self.model)
+        return MergedWeightSource(self.model, sharded=self._shards is not None)
 
     # -- memory ---------------------------------------------------------------------------------
 

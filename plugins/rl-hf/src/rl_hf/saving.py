@@ -137,16 +137,13 @@ def write_model(
     if shards is None:
         return
     whole = shards.whole
-    adapted = _has_adapters(model)
-    source = (
-        MergedWeightSource(model, whole) if adapted else NamedTensorSource(module_tensors(model))
-    )
+    merged = MergedWeightSource(model, sharded=True) if _has_adapters(model) else None
+    source = merged or NamedTensorSource(module_tensors(model))
     skipped = set(base._keys_to_ignore_on_save or ())
     names = [s.name for s in source.specs() if s.alias_of is None and s.name not in skipped]
 
     def make(name: str) -> torch.Tensor | None:
-        [(_, tensor)] = source.tensors([name])
-        return whole(tensor)
+        return merged.gathered(name, whole) if merged else whole(source.tensors_by_name[name])
 
     def published(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         found: dict[str, torch.Tensor] = revert_weight_conversion(base, tensors)
