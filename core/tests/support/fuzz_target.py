@@ -18,7 +18,7 @@ import msgspec
 import torch
 from fuzz_choices import AWKWARD, Choices, bent, plain
 
-from rl_core.errors import RefitProtocolError, RLError
+from rl_core.errors import RefitPeerError, RefitProtocolError, RLError
 from rl_core.interfaces import TensorSpec
 from rl_core.weights import RefitReceiver, RefitSender, SendOptions, WeightManifest
 from rl_core.weights.connections import Connection
@@ -26,9 +26,11 @@ from rl_core.weights.data.parts import Partition
 from rl_core.weights.data.plan import DataMode, make_plan
 from rl_core.weights.protocol import frames
 from rl_core.weights.protocol import messages as m
+from rl_core.weights.protocol.rank_session import RankSession
 from rl_core.weights.protocol.receiver_session import ReceiverSession
 from rl_core.weights.protocol.sender_session import SenderSession
 from rl_core.weights.protocol.session import (
+    Answered,
     Attach,
     Confirm,
     Effect,
@@ -36,13 +38,17 @@ from rl_core.weights.protocol.session import (
     Load,
     MakePlan,
     Pack,
+    Packed,
+    Perform,
     Phase,
     Publish,
     Send,
 )
 from rl_core.weights.receiving.receiver import ReceiveJob
-from rl_core.weights.sending import sender as _sender
-from rl_core.weights.sending.sender import SendJob
+from rl_core.weights.sending import rank_job as _rank_job
+from rl_core.weights.sending import send_job as _send_job
+from rl_core.weights.sending.rank_job import RankJob
+from rl_core.weights.sending.send_job import SendJob
 from rl_core.weights.tensors import NamedTensorSink, NamedTensorSource, tensor_specs
 from rl_core.weights.transports.base import NoLane
 from rl_core.weights.transports.ipc import IPC
@@ -79,6 +85,38 @@ FROM_RECEIVER: list[Any] = [
     m.Sealed(SESSION),
     m.Done(SESSION),
     m.Failed(SESSION, "RefitError", "enough", True),
+]
+#: The other rank of a trainer of two: what rank 0 sends it, and what it answers.
+LANES_OF_TWO = dict.fromkeys((0, 1), LANES[0])
+ALL = bytes([1] * len(MANIFEST.owned))
+TO_RANK: list[Any] = [
+    OFFER,
+    m.HashParts(SESSION, {}, {}, ALL, BUCKET, "xxh3", True, TOKEN),
+    m.PrepareRank(SESSION, {}, {}, b"", BUCKET, False, "xxh3", TOKEN, "ipc", {}, ("id",), ((),)),
+    *(m.PackBucket(SESSION, index) for index in range(len(PLAN.buckets))),
+    m.ConfirmRank(SESSION),
+    m.Over(SESSION, {"version": 1}),
+]
+OF_RANK: list[Any] = [
+    m.Hello("", "rank 1 of 2", 1, NONCE, 1, 1),
+    m.RankReady(SESSION, 0, {}, 1, "host"),
+    m.PartsHashed(SESSION, bytes(16 * len(ALL))),
+    m.RankPrepared(SESSION, PLAN.digest),
+    *(m.BucketPacked(SESSION, index, found) for index, found in enumerate(DIGESTS)),
+    m.RankConfirmed(SESSION, 0),
+]
+#: All that arrives at rank 0 of two, in an order that is right.
+OF_BOTH: list[Any] = [
+    *FROM_RECEIVER[:2],
+    *OF_RANK[:4],
+    FROM_RECEIVER[2],
+    *(
+        message
+        for index, packed in enumerate(OF_RANK[4:-1])
+        for message in (packed, m.Loaded(SESSION, index), m.Loaded(SESSION, index, 1))
+    ),
+    OF_RANK[-1],
+    *FROM_RECEIVER[-3:-1],
 ]
 
 
@@ -167,6 +205,35 @@ def sender_session(choices: Choices, seen: Counter[str]) -> None:
     seen[f"sender {session.phase}"] += 1
 
 
+def session_of_two(choices: Choices, seen: Counter[str]) -> None:
+    ranks = ["rank 1 of 2"]
+    session = SenderSession(OFFER, number=1, receivers=1, deadline_s=60.0, ranks=ranks)
+    for message in script(choices, OF_BOTH, "receiver", [*FROM_RECEIVER, *OF_RANK], seen):
+        of_rank = isinstance(message, m.FromRank) or bool(getattr(message, "rank", 0))
+        key = "ar"[of_rank != choices.once_in(100)]
+        if choices.once_in(100):
+            perform(session, session.lost_rank(1, RefitPeerError("it has ended", rank=1)))
+        perform(session, session.receive(key, message))
+    seen[f"of two {session.phase}"] += 1
+
+
+def rank_session(choices: Choices, seen: Counter[str]) -> None:
+    session = RankSession(
+        OF_RANK[0],
+        leader="rank 0 of 2",
+        manifest=MANIFEST.digest,
+        failed=None,
+        counted=True,
+        deadline_s=60.0,
+    )
+    perform(session, session.start())
+    for message in script(choices, TO_RANK, "sender", [*FROM_SENDER, *TO_RANK], seen):
+        perform(session, session.receive(message))
+    if session.phase is Phase.COMMITTED and session.report is None:
+        raise Finding("committed without a report")
+    seen[f"rank {session.phase}"] += 1
+
+
 def script(
     choices: Choices,
     right: Sequence[Any],
@@ -197,11 +264,27 @@ def perform(session: Any, effects: list[Effect]) -> None:
             case Send(message):
                 msgspec.msgpack.encode(message)
                 following: list[Effect] = []
+            case MakePlan(_, ranks) if ranks:
+                following = session.ask({1: TO_RANK[1]}, m.PartsHashed)
+            case Answered({1: m.PartsHashed()}):
+                following = session.ask({1: TO_RANK[2]}, m.RankPrepared)
+            case Answered({1: m.RankPrepared()}):
+                of_two = msgspec.structs.replace(PREPARE, lanes=LANES_OF_TWO)
+                sizes = dict.fromkeys(LANES_OF_TWO, (len(PLAN.buckets), 2))
+                following = session.planned(dict.fromkeys(session.peers, of_two), sizes)
+            case Answered():
+                following = session.confirmed(dict.fromkeys(session.peers, ""))
+            case Packed(index, digests, lane):
+                following = session.packed(index, digests, lane)
+            case Perform():
+                following = session.answer(OF_RANK[1])
             case MakePlan():
                 prepares = dict.fromkeys(session.peers, PREPARE)
-                following = session.planned(prepares, len(PLAN.buckets), 2)
+                following = session.planned(prepares, {0: (len(PLAN.buckets), 2)})
             case Pack(index):
                 following = session.packed(index, DIGESTS[index])
+            case Confirm() if session.ranks:
+                following = session.ask({1: TO_RANK[-2]}, m.RankConfirmed)
             case Confirm():
                 following = session.confirmed(dict.fromkeys(session.peers, ""))
             case Attach():
@@ -236,12 +319,12 @@ class Line:
 
     def receive(self, timeout_s: float) -> Any:
         self._pause = not self._pause
-        if self._pause and isinstance(self.job, ReceiveJob):
+        if self._pause and isinstance(self.job, ReceiveJob | RankJob):
             return None  # it loads what came before
         frame = self.frames.pop(0) if self.frames else None
         if frame is None:
             self.job.cancelled = "nothing more comes"
-        if isinstance(self.job, ReceiveJob):
+        if isinstance(self.job, ReceiveJob | RankJob):
             return frame
         return [] if frame is None else [("key", frame)]
 
@@ -264,6 +347,9 @@ class Line:
 
     def refused(self) -> None:
         """Nobody did."""
+
+    def open(self) -> None:
+        """It always is."""
 
     def connect(self, address: object) -> None:
         """It always is."""
@@ -326,10 +412,12 @@ def receiver_job(choices: Choices, seen: Counter[str]) -> None:
 
 def sender_job(choices: Choices, seen: Counter[str]) -> None:
     sender = RefitSender(lambda: NamedTensorSource(TENSORS), name="trainer")
-    sender.token = TOKEN
+    sender.kept.token = TOKEN
     options = SendOptions(bucket_bytes=BUCKET, verify="none", mode="packed")
     line = Line([])
-    line.job = job = SendJob(sender, Connection(line), NamedTensorSource(TENSORS), options, 1, 1)
+    line.job = job = SendJob(
+        sender, sender.kept, None, Connection(line), NamedTensorSource(TENSORS), options, 1, 1
+    )
     right = [
         msgspec.structs.replace(message, session=job.session.offer.session)
         if hasattr(message, "session")
@@ -339,8 +427,20 @@ def sender_job(choices: Choices, seen: Counter[str]) -> None:
     author = Author("receiver")
     author.bind(job.session.offer.session, NONCE)
     line.frames = conversation(choices, author, right[:-1], right)
-    with mock.patch.object(_sender, "secrets", mock.Mock(token_bytes=lambda _: NONCE)):
+    with mock.patch.object(_send_job, "secrets", mock.Mock(token_bytes=lambda _: NONCE)):
         ends_typed("sender's refit", job.refit, seen)
+
+
+def rank_job(choices: Choices, seen: Counter[str]) -> None:
+    line = Line(conversation(choices, Author("sender"), TO_RANK, [*FROM_SENDER, *TO_RANK]))
+    sender = RefitSender(lambda: NamedTensorSource(TENSORS), name="rank")
+    sender.kept.connections["ipc"] = Connection(line, {})
+    ranks: Any = mock.Mock(rank=1, token=TOKEN, pid=1, host="host", names=["rank 0", "rank 1"])
+    ranks.connect = lambda: line
+    source = NamedTensorSource(TENSORS)
+    line.job = job = RankJob(sender, sender.kept, ranks, source, SendOptions(), 1)
+    with mock.patch.object(_rank_job, "secrets", mock.Mock(token_bytes=lambda _: NONCE)):
+        ends_typed("rank's refit", job.refit, seen)
 
 
 def prepare(choices: Choices, seen: Counter[str]) -> None:
@@ -396,6 +496,7 @@ def ends_typed(what: str, call: Callable[[], object], seen: Counter[str]) -> Non
 TARGETS = (
     [receiver_session] * 20 + [sender_session] * 20 + [prepare] * 8 + [reference] * 8
     + [receiver_job] * 2 + [sender_job] * 2
+    + [session_of_two] * 10 + [rank_session] * 6 + [rank_job] * 2
     + [address]
 )  # fmt: skip
 

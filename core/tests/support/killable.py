@@ -147,7 +147,7 @@ class TrainerParty(_Party):
                 self.double.tensor[name] = tensor
 
     def info(self) -> dict[str, Any]:
-        if self.transport != "ipc" and self.transport not in self.endpoint.connections:
+        if self.transport != "ipc" and self.transport not in self.endpoint.kept.connections:
             self.endpoint.open(self.transport, LATER, ip="127.0.0.1", port=0, receivers=1)
         return self.endpoint.prepare()
 

@@ -1,29 +1,46 @@
-"""Both state machines of a refit, brought to any state on the way of one that goes well."""
+"""The state machines of a refit, brought to any state on the way of one that goes well."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import msgspec
+
 from rl_core.weights.protocol.messages import (
     Abort,
+    BucketPacked,
     BucketReady,
     Commit,
+    ConfirmRank,
     Done,
     Failed,
+    FromRank,
     FromReceiver,
     FromSender,
+    HashParts,
     Hello,
+    LaneInfo,
     Loaded,
     Offer,
+    Over,
+    PackBucket,
+    PartsHashed,
     Prepare,
     Prepared,
+    PrepareRank,
+    RankConfirmed,
+    RankPrepared,
+    RankReady,
     Ready,
     Seal,
     Sealed,
+    ToRank,
 )
+from rl_core.weights.protocol.rank_session import RankSession
 from rl_core.weights.protocol.receiver_session import ReceiverSession
 from rl_core.weights.protocol.sender_session import SenderSession
 from rl_core.weights.protocol.session import (
+    Answered,
     Attach,
     Confirm,
     Effect,
@@ -31,6 +48,8 @@ from rl_core.weights.protocol.session import (
     Load,
     MakePlan,
     Pack,
+    Packed,
+    Perform,
     Phase,
     Publish,
     Send,
@@ -43,8 +62,24 @@ S, DEADLINE_S = "this", 60.0
 OFFER = Offer(S, "trainer", 1, "manifest", "wire", "quiesced", False, {})
 READY = Ready(S, {}, b"", ())
 SEAL = Seal(S, "digest")
-PREPARE = Prepare(S, 64, False, {}, {}, DEADLINE_S)
+PREPARE = Prepare(S, 64, False, {}, {0: LaneInfo("plan", b"", {})}, DEADLINE_S)
 HELLOS = [Hello(f"id{i}", "engine", 100 + i, bytes([i]) * 16, 1) for i in range(3)]
+#: The other ranks of the trainer, and what they and rank 0 send each other.
+RANKS = ["rank 1 of 3 (process 11)", "rank 2 of 3 (process 12)"]
+RANK_HELLOS = {r: Hello("", RANKS[r - 1], 10 + r, bytes([64 + r]) * 16, 1, r) for r in (1, 2)}
+RANK_READY = RankReady(S, 3, {}, 11, "host")
+HASH = HashParts(S, {}, {}, b"\x01", 64, "xxh3", True, "token")
+HASHED = PartsHashed(S, b"digests")
+PREPARE_RANK = PrepareRank(
+    S, {}, {}, b"", 64, False, "xxh3", "token", "ipc", {}, ("id0", "id1"), ((), ())
+)
+RANK_PREPARED = RankPrepared(S, "plan")
+CONFIRMED = RankConfirmed(S, 3)
+#: Of all ranks' lanes p0 reads the first two, and p1 all.
+PREPARES = {
+    f"p{n}": msgspec.structs.replace(PREPARE, lanes=dict.fromkeys(range(2 + n), PREPARE.lanes[0]))
+    for n in range(2)
+}
 
 
 class Clock:
@@ -65,6 +100,11 @@ def new_sender(offer: Offer = OFFER, receivers: int = 2, **options: Any) -> Send
     return SenderSession(
         offer, receivers=receivers, **{"number": 1, "deadline_s": DEADLINE_S} | options
     )
+
+
+def new_rank(**options: Any) -> RankSession:
+    given = {"manifest": "manifest", "failed": None, "counted": True, "deadline_s": DEADLINE_S}
+    return RankSession(RANK_HELLOS[1], leader="rank 0 of 3 (process 10)", **given | options)
 
 
 # -- one refit that goes well, step by step --------------------------------------------------------
@@ -92,12 +132,12 @@ def announced(index: int) -> list[Effect]:
     return [Load(index, b"digests")]
 
 
-def sent(index: int) -> Send:
-    return Send(BucketReady(S, index, b"digests"))
+def sent(index: int) -> list[Effect]:
+    return [Send(BucketReady(S, index, b"digests"), f"p{number}") for number in range(2)]
 
 
 def planned(sender: SenderSession, buckets: int = 2) -> list[Effect]:
-    return sender.planned({"p0": PREPARE, "p1": PREPARE}, buckets, 2)
+    return sender.planned({"p0": PREPARE, "p1": PREPARE}, {0: (buckets, 2)})
 
 
 def confirmed(sender: SenderSession) -> list[Effect]:
@@ -127,17 +167,108 @@ SENDER: list[Step] = [
     ("planned", planned, Phase.PREPARE, [Send(PREPARE, "p0"), Send(PREPARE, "p1")]),
     ("p0 prepared", says(0, Prepared(S)), Phase.PREPARE, []),
     ("packing", says(1, Prepared(S)), Phase.TRANSFER, [Pack(0)]),
-    ("first sent", lambda s: s.packed(0, b"digests"), Phase.TRANSFER, [sent(0), Pack(1)]),
-    ("both sent", lambda s: s.packed(1, b"digests"), Phase.TRANSFER, [sent(1)]),
+    ("first sent", lambda s: s.packed(0, b"digests"), Phase.TRANSFER, [*sent(0), Pack(1)]),
+    ("both sent", lambda s: s.packed(1, b"digests"), Phase.TRANSFER, [*sent(1)]),
     ("p0 loaded one", says(0, Loaded(S, 0)), Phase.TRANSFER, []),
     ("p0 loaded both", says(0, Loaded(S, 1)), Phase.TRANSFER, []),
     ("p1 loaded one", says(1, Loaded(S, 0)), Phase.TRANSFER, []),
     ("confirming", says(1, Loaded(S, 1)), Phase.SEAL, [Confirm()]),
     ("sealing", confirmed, Phase.SEAL, [Send(SEAL, "p0"), Send(SEAL, "p1")]),
     ("p0 sealed", says(0, Sealed(S)), Phase.SEAL, []),
-    ("committing", says(1, Sealed(S)), Phase.COMMIT, [Send(Commit(S))]),
+    ("committing", says(1, Sealed(S)), Phase.COMMIT, [Send(Commit(S), f"p{n}") for n in range(2)]),
     ("p0 done", says(0, Done(S)), Phase.COMMIT, []),
     ("committed", says(1, Done(S)), Phase.COMMITTED, []),
+]  # fmt: skip
+
+
+def rank_says(rank: int, message: Hello | FromRank) -> Callable[[SenderSession], list[Effect]]:
+    return lambda sender: sender.receive(f"r{rank}", message)
+
+
+def asks(question: ToRank, answer: type) -> Callable[[SenderSession], list[Effect]]:
+    return lambda sender: sender.ask({1: question, 2: question}, answer)
+
+
+def packs(rank: int, index: int) -> Callable[[SenderSession], list[Effect]]:
+    """A rank has put a bucket into its lane, which rank 0 makes known at once."""
+
+    def step(sender: SenderSession) -> list[Effect]:
+        found = sender.receive(f"r{rank}", BucketPacked(S, index, b"digests"))
+        assert found == [Packed(index, b"digests", rank)]
+        return sender.packed(index, b"digests", rank)
+
+    return step
+
+
+def of_lane(lane: int, index: int, *readers: str) -> list[Effect]:
+    return [Send(BucketReady(S, index, b"digests", lane), key) for key in readers]
+
+
+def all_ranks(message: ToRank) -> list[Effect]:
+    return [Send(message, "r1"), Send(message, "r2")]
+
+
+def answered(message: FromRank) -> list[Effect]:
+    return [Answered({1: message, 2: message})]
+
+
+#: A refit from three ranks: rank 1's lane has two buckets and room for one, the others have one.
+RANKED: list[Step] = [
+    ("nobody", lambda s: s.tick(), Phase.DISCOVER, []),
+    ("p0 there", says(0, HELLOS[0]), Phase.DISCOVER, [Send(OFFER, "p0")]),
+    ("r1 there", rank_says(1, RANK_HELLOS[1]), Phase.DISCOVER, [Send(OFFER, "r1")]),
+    ("p1 there", says(1, HELLOS[1]), Phase.DISCOVER, [Send(OFFER, "p1")]),
+    ("all there", rank_says(2, RANK_HELLOS[2]), Phase.DISCOVER, [Send(OFFER, "r2")]),
+    ("p0 ready", says(0, READY), Phase.DISCOVER, []),
+    ("r1 ready", rank_says(1, RANK_READY), Phase.DISCOVER, []),
+    ("p1 ready", says(1, READY), Phase.DISCOVER, []),
+    ("planning", rank_says(2, RANK_READY), Phase.PREPARE,
+     [MakePlan({"p0": READY, "p1": READY}, {1: RANK_READY, 2: RANK_READY})]),
+    ("hashing", asks(HASH, PartsHashed), Phase.PREPARE, all_ranks(HASH)),
+    ("r1 hashed", rank_says(1, HASHED), Phase.PREPARE, []),
+    ("hashed", rank_says(2, HASHED), Phase.PREPARE, answered(HASHED)),
+    ("preparing", asks(PREPARE_RANK, RankPrepared), Phase.PREPARE, all_ranks(PREPARE_RANK)),
+    ("r2 prepared", rank_says(2, RANK_PREPARED), Phase.PREPARE, []),
+    ("ranks prepared", rank_says(1, RANK_PREPARED), Phase.PREPARE, answered(RANK_PREPARED)),
+    ("planned", lambda s: s.planned(PREPARES, {0: (1, 2), 1: (2, 1), 2: (1, 2)}), Phase.PREPARE,
+     [Send(PREPARES["p0"], "p0"), Send(PREPARES["p1"], "p1")]),
+    ("p0 prepared", says(0, Prepared(S)), Phase.PREPARE, []),
+    ("packing", says(1, Prepared(S)), Phase.TRANSFER, [*all_ranks(PackBucket(S, 0)), Pack(0)]),
+    ("own sent", lambda s: s.packed(0, b"digests"), Phase.TRANSFER, of_lane(0, 0, "p0", "p1")),
+    ("r1 sent one", packs(1, 0), Phase.TRANSFER, of_lane(1, 0, "p0", "p1")),
+    ("r2 sent", packs(2, 0), Phase.TRANSFER, of_lane(2, 0, "p1")),
+    ("p0 loaded own", says(0, Loaded(S, 0)), Phase.TRANSFER, []),
+    ("p0 loaded r1's", says(0, Loaded(S, 0, 1)), Phase.TRANSFER, []),
+    ("r1 packing", says(1, Loaded(S, 0, 1)), Phase.TRANSFER, [Send(PackBucket(S, 1), "r1")]),
+    ("r1 sent both", packs(1, 1), Phase.TRANSFER, of_lane(1, 1, "p0", "p1")),
+    ("p0 loaded all", says(0, Loaded(S, 1, 1)), Phase.TRANSFER, []),
+    ("p1 loaded own", says(1, Loaded(S, 0)), Phase.TRANSFER, []),
+    ("p1 loaded r1's", says(1, Loaded(S, 1, 1)), Phase.TRANSFER, []),
+    ("own to confirm", says(1, Loaded(S, 0, 2)), Phase.SEAL, [Confirm()]),
+    ("confirming", asks(ConfirmRank(S), RankConfirmed), Phase.SEAL, all_ranks(ConfirmRank(S))),
+    ("r1 confirmed", rank_says(1, CONFIRMED), Phase.SEAL, []),
+    ("confirmed", rank_says(2, CONFIRMED), Phase.SEAL, answered(CONFIRMED)),
+    ("sealing", confirmed, Phase.SEAL, [Send(SEAL, "p0"), Send(SEAL, "p1")]),
+    ("p0 sealed", says(0, Sealed(S)), Phase.SEAL, []),
+    ("committing", says(1, Sealed(S)), Phase.COMMIT, [Send(Commit(S), f"p{n}") for n in range(2)]),
+    ("p0 done", says(0, Done(S)), Phase.COMMIT, []),
+    ("committed", says(1, Done(S)), Phase.COMMITTED, []),
+]  # fmt: skip
+#: The same, seen from rank 1.
+RANK: list[Step] = [
+    ("discover", lambda r: r.start(), Phase.DISCOVER, [Send(RANK_HELLOS[1])]),
+    ("offered", lambda r: r.receive(OFFER), Phase.PREPARE, [Perform(OFFER)]),
+    ("ready", lambda r: r.answer(RANK_READY), Phase.PREPARE, [Send(RANK_READY)]),
+    ("hashing", lambda r: r.receive(HASH), Phase.PREPARE, [Perform(HASH)]),
+    ("hashed", lambda r: r.answer(HASHED), Phase.PREPARE, [Send(HASHED)]),
+    ("preparing", lambda r: r.receive(PREPARE_RANK), Phase.PREPARE, [Perform(PREPARE_RANK)]),
+    ("prepared", lambda r: r.answer(RANK_PREPARED), Phase.PREPARE, [Send(RANK_PREPARED)]),
+    ("packing", lambda r: r.receive(PackBucket(S, 0)), Phase.TRANSFER, [Perform(PackBucket(S, 0))]),
+    ("packed", lambda r: r.answer(BucketPacked(S, 0, b"digests")), Phase.TRANSFER,
+     [Send(BucketPacked(S, 0, b"digests"))]),
+    ("confirming", lambda r: r.receive(ConfirmRank(S)), Phase.SEAL, [Perform(ConfirmRank(S))]),
+    ("confirmed", lambda r: r.answer(CONFIRMED), Phase.SEAL, [Send(CONFIRMED)]),
+    ("committed", lambda r: r.receive(Over(S, {"version": 1})), Phase.COMMITTED, []),
 ]  # fmt: skip
 
 
@@ -161,6 +292,17 @@ def sender_at(state: str, **options: Any) -> SenderSession:
     return sender
 
 
+def ranked_at(state: str, **options: Any) -> SenderSession:
+    """A sender of three ranks."""
+    sender: SenderSession = brought(new_sender(ranks=RANKS, **options), RANKED, state)
+    return sender
+
+
+def rank_at(state: str, **options: Any) -> RankSession:
+    rank: RankSession = brought(new_rank(**options), RANK, state)
+    return rank
+
+
 def states(path: list[Step]) -> list[str]:
     return [name for name, *_ in path]
 
@@ -173,6 +315,13 @@ FROM_RECEIVER: list[FromReceiver] = [
     READY, Prepared(S), *(Loaded(S, index) for index in range(3)),
     Sealed(S), Done(S),
     Failed(S, "RefitCorrupted", "why", True),
+]  # fmt: skip
+FROM_RANK: list[FromRank] = [
+    RANK_READY, HASHED, RANK_PREPARED, *(BucketPacked(S, index, b"digests") for index in range(3)),
+    CONFIRMED,
+]  # fmt: skip
+TO_RANK: list[ToRank] = [
+    HASH, PREPARE_RANK, PackBucket(S, 0), PackBucket(S, 1), ConfirmRank(S), Over(S, {"version": 1}),
 ]  # fmt: skip
 
 

@@ -20,7 +20,10 @@ from torch.distributed.tensor.parallel import (
 )
 
 from rl_backends.modules import ModuleReceiver
+from rl_backends.pieces import DTensorSource
+from rl_conformance.doubles import Engines
 from rl_core.weights import refit
+from rl_core.weights.sending.share import Share
 
 
 class Net(nn.Module):
@@ -121,27 +124,25 @@ class MeshRank:
 
     def change_within(self) -> None:
         """Has the module change while a refit reads it on this rank, once."""
-        from rl_backends.gathering.mesh import MeshPart
+        pieces = DTensorSource.pieces
 
-        gather = MeshPart.gather
-
-        def first(part: Any, name: str) -> Any:
-            MeshPart.gather = gather
+        def first(source: DTensorSource) -> Any:
+            DTensorSource.pieces = pieces
+            found = pieces(source)
             with torch.no_grad():
                 self.model.up.weight.to_local().mul_(2)
-            return gather(part, name)
+            return found
 
-        MeshPart.gather = first
+        DTensorSource.pieces = first
 
     def wait_within(self, pipe: Any) -> None:
-        """Has a refit wait on this rank for ever, in a gather, after it has reported that."""
-        from rl_backends.gathering.mesh import MeshPart
+        """Has a refit wait on this rank for ever, before a bucket, after it has reported that."""
 
-        def wait(part: Any, name: str) -> Any:
-            pipe.send(name)
+        def wait(share: Any, index: int) -> Any:
+            pipe.send(index)
             threading.Event().wait()
 
-        MeshPart.gather = wait
+        Share.put = wait
 
     def partial(self) -> None:
         mesh = init_device_mesh("cpu", (dist.get_world_size(),))
@@ -150,6 +151,14 @@ class MeshRank:
 
     def other_engine(self, engine: bool) -> None:
         self.engine = Net(98) if engine else None
+
+    def two_engines(self) -> None:
+        self.receiving = [Net(98), Net(97)]
+        self.engine = Engines(*map(ModuleReceiver, self.receiving))
+
+    def received(self) -> list[dict[str, torch.Tensor]]:
+        """What both of them have."""
+        return [dict(engine.state_dict()) for engine in self.receiving]
 
     def torn_engine(self) -> None:
         """An engine that fails once all was read and confirmed."""

@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from rl_backends.gathering.mesh import mesh_members
+from rl_backends.mesh import mesh_members
 from rl_core.errors import (
     CapabilityError,
     ConfigError,
@@ -226,6 +226,17 @@ def test_a_rank_that_comes_late_gets_the_end_of_the_refit_that_it_came_to(two: R
         (_, first), (other, second) = [rank.result() for rank in two.of]
         assert other == "RefitAborted"
         assert first == second
+
+
+def test_each_rank_and_all_engines_are_a_group_of_their_own(two: Ranks) -> None:
+    for _ in range(4):  # each time, all groups are made anew
+        two("build", "fsdp")
+        two.of[0].two_engines()
+        results = two("refit", transport="collective")
+        assert all(isinstance(r, dict) for r in results), results
+        one, other = two.of[0].received()
+        assert all(torch.equal(tensor, other[name]) for name, tensor in one.items())
+        assert torch.equal(one["down.bias"], Net(1).down.bias)
 
 
 def test_a_rank_of_other_shapes_is_named_before_anything_is_sent(two: Ranks) -> None:

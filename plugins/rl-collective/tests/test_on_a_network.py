@@ -69,7 +69,7 @@ def test_who_waits_long_for_a_trainer_that_does_not_read_is_not_cut_off():
 def collective(trainer: Trainer, engine: Engine) -> Callable[[], Any]:
     """Opens a network on both sides; a refit over it."""
     opened = trainer.sender.open("collective", SOON, ip="127.0.0.1", port=0, receivers=1)
-    address = trainer.sender.connections["collective"].end.address
+    address = trainer.sender.kept.connections["collective"].end.address
     given = {"ip": address["ip"], "port": address["port"]}
     wait([opened, engine.receiver.open("collective", SOON, given)], SOON)
     engine.prepare_refit_info(trainer.prepare_refit_info())
@@ -80,19 +80,19 @@ def collective(trainer: Trainer, engine: Engine) -> Callable[[], Any]:
 def test_where_the_sender_listens_is_not_read_from_the_store(both):
     trainer, engine = both
     again = collective(trainer, engine)
-    store = trainer.sender.connections["collective"].end._meeting.store
+    store = trainer.sender.kept.connections["collective"].end._meeting.store
     for key in store.list_keys():
         if "joined" not in key:
             store.set(key, "tcp://127.0.0.1:1")
     assert again()[0]["version"] == 1
     for key in store.list_keys():
-        assert trainer.sender.connections["collective"].end.key.encode() not in store.get(key)
+        assert trainer.sender.kept.connections["collective"].end.key.encode() not in store.get(key)
 
 
 def test_a_trainer_that_was_started_again_at_the_same_address_is_found(both, keep):
     trainer, engine = both
     collective(trainer, engine)()
-    address = trainer.sender.connections["collective"].end.address
+    address = trainer.sender.kept.connections["collective"].end.address
     trainer.close()
     other = keep(Trainer(make_persistent(5)))
     opened = other.sender.open(
@@ -110,7 +110,7 @@ def test_an_engine_that_cannot_come_says_so_to_a_trainer_that_waits(both):
     trainer, engine = both
     engine.prepare_refit_info(trainer.prepare_refit_info())
     opened = trainer.sender.open("collective", SOON, ip="127.0.0.1", port=0, receivers=1)
-    address = trainer.sender.connections["collective"].end.address
+    address = trainer.sender.kept.connections["collective"].end.address
     given = {"ip": address["ip"], "port": address["port"]}
     wait([opened, engine.receiver.open("collective", SOON, given)], SOON)
     waiting = trainer.sender.send(transport="collective", deadline_s=600)

@@ -36,7 +36,7 @@ def test_rank_0_has_one_tensor_and_at_most_a_part(monkeypatch, part):
     arriving: list[torch.Tensor] = []
     beside: list[int] = []
 
-    def receive(into: torch.Tensor, rank: int, group: object) -> None:
+    def receive(into: torch.Tensor, rank: int) -> None:
         assert rank == 1
         assert into.is_contiguous()
         into.copy_(arriving.pop(0))
@@ -44,9 +44,9 @@ def test_rank_0_has_one_tensor_and_at_most_a_part(monkeypatch, part):
             beside.append(into.nbytes)
 
     monkeypatch.setattr(weights, "_PART_BYTES", part)
-    monkeypatch.setattr(weights.dist, "get_rank", lambda group: 0)
+    monkeypatch.setattr(weights.dist, "get_rank", lambda: 0)
     monkeypatch.setattr(weights.dist, "recv", receive)
-    gathering = weights.Gathering(table, sizes, [], None, torch.float32, torch.device("cpu"))
+    gathering = weights.Gathering(table, sizes, [], torch.float32, torch.device("cpu"))
     monkeypatch.setattr(gathering, "_box", lambda piece: whole[piece.name][piece.index])
     for name, senders in gathering._senders.items():
         boxes = [whole[name][piece.index] for rank, piece in senders if rank]

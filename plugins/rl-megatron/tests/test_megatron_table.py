@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from rl_backends.gathering import WeightChanges
+from rl_backends.changes import WeightChanges
 from rl_core.errors import RefitError
 from rl_megatron.architectures import FAMILIES, Architecture
 from rl_megatron.sizes import Sizes

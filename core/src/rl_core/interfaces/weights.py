@@ -79,7 +79,8 @@ class Piece(NamedTuple):
         box: Which of its elements these are.
         tensor: Exactly these elements, of the declared dtype and the sizes of the box, at any
             strides: the same object, with the same storage, from refit to refit. None in a sink's
-            piece that is the whole tensor and is written by :meth:`WeightSink.write`.
+            piece that is the whole tensor and is written by :meth:`WeightSink.write`, and in a
+            source's piece that is made when it is sent.
     """
 
     name: str
@@ -95,16 +96,20 @@ class Piece(NamedTuple):
 class WeightSource(ABC):
     """The trainer's side: which tensors there are, and their values.
 
-    One is made for each refit, on every rank of the trainer that takes part, and closed once. The
+    One is made for each refit, on every rank of the trainer, and closed once. All ranks describe
+    the same whole tensors (:meth:`specs`), and each has some :meth:`pieces` of them. The
     calls are ``specs, open, tensors..., confirm, close``, each of which may be the last before
     ``close``.
 
     Attributes:
         device: Where the tensors are, such as ``"cuda:0"``. Buffers are made there if the engines
             can reach it, otherwise on the CPU.
+        state: Of the weights, where a trainer has several ranks: it changes with every step and
+            checkpoint, and is the same on ranks whose weights belong together.
     """
 
     device: str = "cpu"
+    state: int = 0
 
     @abstractmethod
     def specs(self) -> Sequence[TensorSpec]:
@@ -116,12 +121,6 @@ class WeightSource(ABC):
         Args:
             number: Of the refit, the same on every rank of the trainer.
             deadline_s: Seconds from now until it must have ended.
-        """
-
-    def check(self) -> None:
-        """Raises if the refit cannot go on; called every moment until it commits.
-
-        A source that needs other processes raises an error here that names the one that ended.
         """
 
     @abstractmethod
@@ -141,8 +140,10 @@ class WeightSource(ABC):
         difference). Tensors that are cut are sent by pieces alone, without :meth:`tensors`.
 
         Returns:
-            Pieces on one device that cover every tensor that is not an alias, or None if tensors
-            are whole and made on the fly. Pieces of aliases may be among them.
+            Pieces on one device. Those of all ranks cover every tensor that is not an alias; ranks
+            may have the same ones. None if tensors are whole here and made on the fly. Pieces of
+            aliases may be among them. A piece without a tensor is the only one of its tensor here,
+            and made during the refit: :meth:`tensors` yields just its elements.
         """
         return None
 

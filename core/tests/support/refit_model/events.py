@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from refit_model.promises import check_engines
-from refit_model.tasks import TRAINERS, inhabit
+from refit_model.tasks import OTHER, TRAINERS, inhabit
 from refit_model.world import Refit, Train
 
 if TYPE_CHECKING:
@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from refit_model.tasks import Task
     from refit_model.world import World
 
+#: Faults of which all who wait hear at once.
+HEARD = ("pose", "flood", "quit", "crash", "lose", "step")
 #: Frames of a stranger, more than an innocent connection has unread.
 _FLOOD = 6
 
@@ -41,7 +43,8 @@ def choices(world: World) -> list[str]:
         if "silence" in world.left:
             found.append(f"{world.paused} is silent")
     if world.most:
-        for party in (*(trainer.name for trainer in world.trainers), *world.engines):
+        others = {OTHER for _ in world.others}
+        for party in (*(trainer.name for trainer in world.trainers), *others, *world.engines):
             found += _faults(world, party)
         found += _replays(world)
     return found
@@ -54,7 +57,7 @@ def _readings(world: World) -> Iterator[str]:
 
 
 def _readings_of(world: World, task: Task) -> Iterator[str]:
-    peers = task.job.session.connections
+    peers = [*task.job.session.connections, *task.job.session.ranks.values()]
     number = world.trainer_of(task.party).number
     for key, connection in world.connections.items():
         if connection.trainer != number:
@@ -105,8 +108,8 @@ def interruptions(world: World, task: Task) -> list[str]:
         found.append(f"pause {party} at {task.at}")
     if f"crash {party}" in world.left:
         found.append(f"crash {party} at {task.at}")
-    if f"lose {party}" in world.left:
-        found.append(f"lose {party} at {task.at}")
+    often = (f"{kind} {party}" for kind in ("lose", "step"))
+    found += [f"{fault} at {task.at}" for fault in often if fault in world.left]
     return [*found, *_engine_events(world, party)]
 
 
@@ -125,7 +128,7 @@ def _faults(world: World, party: str) -> Iterator[str]:
     goes_on = tasks and party != world.paused
     if f"quit {party}" in world.left and goes_on and not tasks[0].job.cancelled:
         yield f"quit {party}"
-    for fault in (f"crash {party}", f"lose {party}"):
+    for fault in (f"crash {party}", f"lose {party}", f"step {party}"):
         if fault in world.left and busy:
             yield fault
     if party != world.paused and world.tasks:
@@ -207,6 +210,10 @@ def take(world: World, choice: str) -> None:
             trainer.lost_rank = True
             trainer.sender.connection("ipc").end.gone.append("rank 1")
             world.interrupted = task
+        case ["step", party, *_]:
+            _happens(world, f"step {party}")
+            world.others[-1].train({"a": 2.0, "b": 2.0})
+            world.interrupted = task
         case ["drop", party]:
             _happens(world, f"drop {party}")
             world.engines[party].drop()
@@ -217,6 +224,7 @@ def take(world: World, choice: str) -> None:
             world.interrupted = task
         case ["replay", way, number, "of", key, "on", live]:
             _happens(world, "replay")
+            world.happened.append(f"replay {live.partition('#')[0]}")
             frame = getattr(world.recordings[key], way)[int(number)]
             getattr(world.connections[live], way).append(frame)
         case ["flood"]:
@@ -238,8 +246,9 @@ def take(world: World, choice: str) -> None:
 
 def _happens(world: World, fault: str) -> None:
     world.left.remove(fault)
+    world.happened.append(fault)
     world.most -= 1
     # A stranger on a connection of his own is no reason for a refit to fail.
     world.wrong_since |= fault not in ("pose", "flood")
     # Who ends breaks its connections, which is noticed at once.
-    world.unheard |= not fault.startswith(("pose", "flood", "quit", "crash", "lose"))
+    world.unheard |= not fault.startswith(HEARD)

@@ -10,6 +10,7 @@ from unittest.mock import patch
 
 import msgspec
 
+from refit_model.ranks import TwoRanks
 from rl_core.weights import driver as _driver
 from rl_core.weights import engine_lock
 from rl_core.weights import job as _job
@@ -17,14 +18,18 @@ from rl_core.weights.data.digests import Hasher
 from rl_core.weights.engine_lock import EngineLock
 from rl_core.weights.job import Endpoint
 from rl_core.weights.protocol.frames import Channel
+from rl_core.weights.protocol.messages import Abort, Over, RankConfirmed
+from rl_core.weights.protocol.rank_session import RankSession
 from rl_core.weights.protocol.receiver_session import ReceiverSession
 from rl_core.weights.protocol.sender_session import SenderSession, _Peer
-from rl_core.weights.protocol.session import Phase, Publish, Send
+from rl_core.weights.protocol.session import Answered, Packed, Phase, Publish, Send
 from rl_core.weights.receiving import receiver as _receiver
 from rl_core.weights.receiving.loading import ReceiverBuckets, _Step
 from rl_core.weights.receiving.receiver import ReceiveJob, RefitReceiver
 from rl_core.weights.receiving.staging import StagedSink
-from rl_core.weights.sending.sender import RefitSender, SendJob
+from rl_core.weights.sending.kept import Kept
+from rl_core.weights.sending.send_job import SendJob
+from rl_core.weights.sending.sender import RefitSender
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator
@@ -170,6 +175,38 @@ def _closes_after_commit(self: SendJob) -> None:
 _close_source = SendJob._close_source
 
 
+def _confirms_alone(self: SendJob, questions: Any, answer: Any, own: Any, then: Any) -> list[Any]:
+    return _asks(self, {} if answer is RankConfirmed else questions, answer, own, then)
+
+
+_asks = SendJob._ask
+
+
+def _forgets_digests(self: SendJob, effect: Any) -> list[Any]:
+    if not isinstance(effect, Packed):
+        return _performs(self, effect)
+    return self.session.packed(effect.index, effect.digests, effect.lane)
+
+
+def _takes_lost_for_confirmed(self: SenderSession, rank: int, error: Any) -> list[Any]:
+    if self.phase is not Phase.SEAL or self._expected is None:
+        return _lost_rank(self, rank, error)
+    self._expected = None
+    return [Answered({})]
+
+
+_lost_rank = SenderSession.lost_rank
+
+
+def _takes_abort_for_over(self: RankSession, message: Any) -> list[Any]:
+    if isinstance(message, Abort) and self.phase is Phase.SEAL:
+        message = Over(message.session, {})
+    return _rank_receives(self, message)
+
+
+_rank_receives = RankSession.receive
+
+
 #: What is taken back, how, and the scenario in which that shows.
 MUTANTS: dict[str, tuple[Callable[[], AbstractContextManager[Any]], str]] = {
     "bytes are verified in the sender's memory": (
@@ -203,7 +240,7 @@ MUTANTS: dict[str, tuple[Callable[[], AbstractContextManager[Any]], str]] = {
     ),
     "a Hello for any refit is one for this": (_any_refit, "CRASHED"),
     "lanes of failed refits are used again": (
-        _with(RefitSender, drop_lanes_after_failure=lambda self: None),
+        _with(Kept, drop_lanes_after_failure=lambda self: None),
         "STALE_PACKED",
     ),
     "calls of refit for one pair do not take turns": (
@@ -273,4 +310,25 @@ MUTANTS: dict[str, tuple[Callable[[], AbstractContextManager[Any]], str]] = {
         _with(EngineLock, acquire_keeping_place=_takes_it_at_once),
         "TWO_TRAINERS_READER",
     ),
+    "rank 0 seals before a rank has confirmed": (
+        _with(SendJob, _ask=_confirms_alone),
+        "RANKS_STEP",
+    ),
+    "the digests of another rank are not in the table": (
+        _with(SendJob, do=_forgets_digests),
+        "RANKS",
+    ),
+    "a rank that is lost has confirmed": (
+        _with(SenderSession, lost_rank=_takes_lost_for_confirmed),
+        "RANKS_CRASH",
+    ),
+    "the state of another rank is not compared": (
+        _with(TwoRanks, check_state=lambda *given: None),
+        "RANKS_STEP",
+    ),
+    "a rank that has confirmed takes every end for a good one": (
+        _with(RankSession, receive=_takes_abort_for_over),
+        "RANKS_CRASH",
+    ),
+    "another rank has no deadline": (_with(RankSession, tick=lambda self: []), "RANKS_PAUSE_T"),
 }

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from refit_model.tasks import WORLD, point, world
+from refit_model.tasks import WORLD, point, running, world
 from rl_core.errors import LifecycleError, RefitPeerError
 from rl_core.interfaces import Piece, TensorSpec, WeightSink, WeightSource
 from rl_core.weights import RefitReceiver, RefitSender
@@ -39,13 +39,14 @@ def value_of(tensor: torch.Tensor) -> float:
 class Source(WeightSource):
     def __init__(self, trainer: Trainer) -> None:
         self._trainer = trainer
-        self._step = trainer.step
+        self.state = self._step = trainer.step
         trainer.open.append(self)
 
     def specs(self) -> Sequence[TensorSpec]:
         return SPECS
 
     def tensors(self, names: Sequence[str]) -> Iterator[tuple[str, torch.Tensor]]:
+        assert set(names) <= set(self._trainer.gives)
         for name in names:
             self.check()
             yield name, self._trainer.tensor[name]
@@ -55,13 +56,15 @@ class Source(WeightSource):
             raise RefitPeerError("rank 1 died", peer="rank 1", rank=1)
 
     def pieces(self) -> Sequence[Piece]:
-        return whole_pieces(self._trainer.tensor)
+        return whole_pieces({name: self._trainer.tensor[name] for name in self._trainer.gives})
 
     def confirm(self) -> None:
         point("confirm")
         self.check()
         if self._step != self._trainer.step:
             raise LifecycleError("trained meanwhile", fix="refit again")
+        if (task := running()) is not None:
+            world().confirmed.add((task.party, *world().request_of(task.job)))
 
     def close(self) -> None:
         if self not in self._trainer.open:
@@ -70,17 +73,23 @@ class Source(WeightSource):
 
 
 class Trainer:
-    """A process that trains.
+    """A process that trains, or one of its two ranks.
 
     Attributes:
         number: Tells those apart that took each other's place.
+        gives: The tensors that it gives.
+        other: The other rank, which gives the rest, if this is rank 0 of two.
         open: Its sources that were not closed.
         lost_rank: Another rank of it, without which nothing is gathered, has died.
     """
 
-    def __init__(self, name: str, number: int, weights: Weights) -> None:
+    def __init__(
+        self, name: str, number: int, weights: Weights, gives: Sequence[str] = NAMES
+    ) -> None:
         self.name = name
         self.number = number
+        self.gives = gives
+        self.other: Trainer | None = None
         self.step = 0
         self.open: list[Source] = []
         self.lost_rank = False
@@ -91,10 +100,23 @@ class Trainer:
         self.step += 1
         for name, value in weights.items():
             self.tensor[name].fill_(value)
+        if self.other is not None:
+            self.other.train(weights)
+
+    @property
+    def whole(self) -> bool:
+        """Its ranks live, and have trained alike."""
+        apart = world().scenario.ranks and (self.other is None or self.other.step != self.step)
+        return not (self.lost_rank or apart)
 
     @property
     def weights(self) -> Weights:
-        return {name: value_of(tensor) for name, tensor in self.tensor.items()}
+        """Of each tensor what the rank has that gives it."""
+        theirs = {} if self.other is None else self.other.tensor
+        return {
+            name: value_of(tensor if name in self.gives else theirs.get(name, tensor))
+            for name, tensor in self.tensor.items()
+        }
 
 
 class Sink(WeightSink):

@@ -72,19 +72,28 @@ class Policy:
         return info
 
     def send_weights(self, **options: Any) -> list[concurrent.futures.Future[Any]]:
-        return ask("send", 1, [self._trainer], lambda trainer: self._send(trainer, options))
+        return ask("send", 1, self._ranks, lambda rank: self._send(rank, options))
+
+    @property
+    def _ranks(self) -> list[Trainer]:
+        others = [one for one in world().others if one.number == self._trainer.number]
+        return [self._trainer, *others]
 
     def _send(self, trainer: Trainer, options: dict[str, Any]) -> concurrent.futures.Future[Any]:
         here = world()
+        if trainer is not self._trainer:
+            future = trainer.sender.follow(**options)
+            trainer.sender.jobs[-1].wanted = here.versions.get(self.request)
+            return future
         future = trainer.sender.send(**options)
         job = trainer.sender.jobs[-1]
         here.newest = trainer.number, job.number
         here.versions[here.newest] = job.wanted = job.version
-        here.offered[job.version] = trainer.weights
+        here.offered[job.version] = trainer.weights if trainer.whole else {}
         return future
 
     def cancel_refit(self, number: int) -> None:
-        ask("cancel", 2, [self._trainer], lambda trainer: trainer.sender.cancel(number))
+        ask("cancel", 2, self._ranks, lambda trainer: trainer.sender.cancel(number))
 
 
 class Generation:
@@ -120,7 +129,7 @@ def drive(here: World, step: Refit) -> Any:
         return refit(policy, generation, **options)  # type: ignore[arg-type]
     except RLError as error:
         quiet = not here.wrong_since or (alone and len(here.left) == left)
-        hopeless = here.scenario.apart or trainer.lost_rank or policy.request in here.given_up
+        hopeless = here.scenario.apart or not trainer.whole or policy.request in here.given_up
         if quiet and policy.request == here.newest and not hopeless:
             here.fails(f"the newest refit, to which nothing happened, ends with {error!r}")
         raise

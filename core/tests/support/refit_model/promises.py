@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from typing import TYPE_CHECKING, Any
 
-from refit_model.tasks import DEADLINE_S, TRAINERS
+from refit_model.tasks import DEADLINE_S, OTHER, TRAINERS
 from rl_core.errors import RefitAborted, RLError
 from rl_core.weights.protocol.session import Phase
 
@@ -45,6 +45,9 @@ def check_commit(world: World, engine: Engine, task: Task, connection: tuple[int
         world.fails(f"{engine.name} commits version {version}, which was given up before")
     if connection not in world.decided:
         world.fails(f"{engine.name} commits version {version}, which nobody decided on {key}")
+    for party in ("T", OTHER) if world.scenario.ranks else ():
+        if (party, *world.request_of(task.job)) not in world.confirmed:
+            world.fails(f"{engine.name} commits version {version}, which {party} did not confirm")
     wanted = task.job.wanted
     if version != wanted:
         world.fails(f"{engine.name} commits version {version} where {wanted} was requested")
@@ -60,9 +63,10 @@ def check_frame(world: World, frame: bytes) -> None:
 def check_write(world: World, lane: int, version: int) -> None:
     """Nothing is written to a buffer that an engine may still read for an earlier refit."""
     for task in world.jobs:
-        if task.party in TRAINERS or task.over or task.job.session.phase is not Phase.TRANSFER:
+        if task.party not in world.engines or task.job.session.phase is not Phase.TRANSFER:
             continue
-        if task.job.wanted < version and task.job._lanes[0].ref == {"lane": lane}:
+        read = any(its.ref == {"lane": lane} for its in task.job._lanes.values())
+        if task.job.wanted < version and read and not task.over:
             world.fails(f"T writes what {task.party} reads for version {task.job.wanted}")
 
 
@@ -73,6 +77,8 @@ def check_end(world: World, task: Task) -> None:
         world.fails(f"{task.party} ends with {type(error).__name__}: {error}")
     if task.party == "D":
         check_driver(world, task)
+    if task.party == OTHER:
+        check_rank(world, task)
     if error is not None or task.party not in TRAINERS:
         return
     version, peers = task.job.version, task.job.session.peers
@@ -81,6 +87,15 @@ def check_end(world: World, task: Task) -> None:
         (version, key) not in world.committed for key in peers
     ):
         world.fails(f"{task.party} reports success of {version}, which not all committed")
+    world.reported.add(world.request_of(task.job))
+
+
+def check_rank(world: World, task: Task) -> None:
+    """Another rank ends as rank 0 does, unless something happened to itself."""
+    error, ended = task.future.exception(), world.request_of(task.job) in world.reported
+    happened = any(f"{kind} {OTHER}" in world.happened for kind in ("pause", "quit", "replay"))
+    if (error is None) > ended or (error is not None and ended and not happened):
+        world.fails(f"{OTHER} ends with {error!r}, rank 0 {'well' if ended else 'otherwise'}")
 
 
 def check_driver(world: World, task: Task) -> None:
@@ -136,10 +151,12 @@ def check_finish(world: World) -> None:
     excused = world.wrong_since or world.given_up or world.scenario.apart
     if world.scenario.drivers and not world.served and not excused:
         world.fails("no driver gets its refit")
-    for trainer in world.trainers:
+    for trainer in [*world.trainers, *world.others]:
         described = [trainer.sender._described] if trainer.sender._described else []
         if trainer.open != described or _is_kept_busy(trainer.sender):
             world.fails(f"{trainer.name} has something of a refit that is over")
+    if any(not connection.gone for connection in world.connections_of(OTHER)):
+        world.fails(f"{OTHER} has a connection of a refit that is over")
     for name, engine in world.engines.items():
         lock, front = engine.lock, engine.front
         held = lock.held or lock.refit_waiting or engine.half_written or engine.rows

@@ -66,6 +66,18 @@ LOST_RANK = Scenario(drivers=(Refit(BOTH, PACKED),), faults=("lose T",), grain=1
 LOST_RANK_OF_TWO = Scenario(
     drivers=(Refit(options=PACKED), Refit(options=PACKED)), faults=("lose T",), grain=0
 )
+#: Two ranks of the trainer, each of which gives one tensor: to two engines, and with faults to one.
+RANKS = Scenario(drivers=(Refit(BOTH, PACKED),), grain=0, ranks=True, prompt=True)
+RANKS_CRASH = Scenario(
+    drivers=(Refit(options=PACKED),),
+    faults=("crash T", "crash T1", "crash E0"),
+    grain=0,
+    ranks=True,
+)
+RANKS_STEP = replace(RANKS_CRASH, faults=("step T1", "quit T", "quit T1"))
+RANKS_PAUSE = replace(RANKS_CRASH, faults=("pause T1", "silence"))
+RANKS_PAUSE_T = replace(RANKS_CRASH, faults=("pause T", "silence"))
+RANKS_REPLAYED = Scenario((Refit(),), ("replay",), ranks=True)
 #: The second driver may come while the first one's trainer is gone, or after that.
 TWO_AND_CRASH = Scenario(drivers=(Refit(), Refit()), faults=("crash T",), grain=0)
 TWO_TRAINERS_READER = replace(TWO_TRAINERS, readers=1)
@@ -117,6 +129,15 @@ def _full() -> dict[str, Scenario]:
     for kind in ("crash", "pause"):
         found[f"two trainers, {kind}"] = replace(TWO_TRAINERS, faults=(f"{kind} T", f"{kind} E0"))
     found["two trainers, quit E0"] = replace(TWO_TRAINERS, faults=("quit E0",))
+    found["two ranks, replays"] = RANKS_REPLAYED
+    found["two ranks, pause T"] = RANKS_PAUSE_T
+    for fault in ("crash T", "crash T1", "crash E0", "step T1", "quit T1"):
+        found[f"two ranks, two engines, {fault}"] = replace(RANKS, faults=(fault,))
+    for party in ("T", "T1", "E0"):
+        faults = (f"pause {party}", "silence")
+        found[f"two ranks, two engines, pause {party}"] = replace(RANKS, faults=faults)
+    again = (Refit(given=False), Train({"a": 2.0}), Refit(options={"delta": True}, given=False))
+    found["two ranks, counted"] = Scenario(again, ("pause T1", "quit T"), ranks=True)
     return found
 
 

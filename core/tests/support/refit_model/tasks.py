@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 
 DEADLINE_S = 10.0
 TRAINERS = ("T", "U")
+#: The other rank of the trainer T.
+OTHER = "T1"
 #: Where a task stands that calls somebody who is paused.
 UNTIL_IT_GOES_ON = "until it goes on"
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from refit_model.promises import check_depth, check_write
-from refit_model.tasks import TRAINERS, dead, point, running
+from refit_model.tasks import OTHER, TRAINERS, dead, point, running
 from rl_core.errors import RefitPeerError, RefitProtocolError
 from rl_core.weights.data.plan import DataMode
 from rl_core.weights.transports.base import CPU, Lane, ReceiverEnd, SenderEnd, Transport
@@ -80,8 +80,8 @@ class SharedLane(Lane):
     def publish(self, start: int, stop: int) -> None:
         task = running()
         assert task is not None
-        if task.job._buckets.plan.mode is not DataMode.DIRECT:
-            check_write(self._world, self.ref["lane"], task.job.version)
+        if task.job._share.buckets.plan.mode is not DataMode.DIRECT:
+            check_write(self._world, self.ref["lane"], task.job.wanted)
         self._world.overhear((start, stop), bytes(self.memory[start:stop]))
         point("packed")
 
@@ -175,9 +175,9 @@ class TrainerEnd(SenderEnd):
             "receive",
             lambda: bool(self.chosen or self.gone or task.job.given_up or world.now != now),
         )
-        key, self.chosen = self.chosen, None
-        if key is None:
+        if self.chosen is None or self.chosen.startswith(OTHER):  # which is read beside this
             return []
+        key, self.chosen = self.chosen, None
         return [(key, connections[key].up.popleft())]
 
     def _mine(self, key: str) -> bool:
@@ -280,6 +280,9 @@ class Wire(Transport):
         world = self._world
         party = world.constructing if world.constructing in TRAINERS else "T"
         return TrainerEnd(world, world.trainer_of(party).number)
+
+    def rank(self, address: Mapping[str, Any], **options: Any) -> SenderEnd:
+        return TrainerEnd(self._world, address["trainer"])
 
     def receiver(self, address: Mapping[str, Any], **options: Any) -> ReceiverEnd:
         task = running()

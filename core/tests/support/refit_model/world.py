@@ -17,7 +17,17 @@ from refit_model.promises import (
     check_last,
     check_patience,
 )
-from refit_model.tasks import DEADLINE_S, TRAINERS, UNTIL_IT_GOES_ON, Names, Task, inhabit, running
+from refit_model.ranks import TwoRanks
+from refit_model.tasks import (
+    DEADLINE_S,
+    OTHER,
+    TRAINERS,
+    UNTIL_IT_GOES_ON,
+    Names,
+    Task,
+    inhabit,
+    running,
+)
 from refit_model.wire import Connection, Group, Recording, Wire
 from rl_core.weights.protocol.session import Phase
 
@@ -86,6 +96,9 @@ class Scenario:
         hellos: How often engines may say hello again before somebody must have answered.
         engine: What its engines are made of.
         group: Bytes go through a group, of which every member has its own, not shared memory.
+        ranks: The trainer has a second rank, ``T1``, which gives one of the two tensors. Its faults
+            are those of others, and ``step``: it trains while rank 0 does not.
+        prompt: Refits begin as soon as they are asked for, not when the search says so.
     """
 
     script: tuple[Train | Refit, ...] = ()
@@ -102,6 +115,8 @@ class Scenario:
     hellos: int = 1
     engine: Callable[..., Engine] = Engine
     group: bool = False
+    ranks: bool = False
+    prompt: bool = False
 
     @property
     def engines(self) -> list[str]:
@@ -128,6 +143,10 @@ class World:
         ran: Parties that did something since the last choice.
         served: A driver got its refit.
         stirred: Something happened since then that somebody who was paused would see.
+        others: All second ranks of trainers that did not die.
+        reported: The refits of which rank 0 reported success.
+        happened: The faults.
+        confirmed: Trainers and ranks, each with a refit of which it confirmed its weights.
         wrong_since: A fault happened in the refit that is going on.
         unheard: A side cannot say any more what became of it.
     """
@@ -181,6 +200,10 @@ class World:
         self._begun: Counter[str] = Counter()
         self._made = 0
         self.second: Trainer | None = None
+        self.others: list[Trainer] = []
+        self.reported: set[Request] = set()
+        self.happened: list[str] = []
+        self.confirmed: set[tuple[str, int, int]] = set()
         self.wire = Wire(self)
         self.trainer = self._new_trainer(dict.fromkeys(NAMES, 1.0))
         if any(step.trainer == "U" for step in scenario.drivers):
@@ -201,12 +224,20 @@ class World:
 
     def has(self, process: Trainer | Engine) -> bool:
         """Whether it was not killed."""
-        return any(one is process for one in (*self.trainers, *self.engines.values()))
+        living = (*self.trainers, *self.others, *self.engines.values())
+        return any(one is process for one in living)
 
     def _new_trainer(self, weights: Weights, party: str = "T") -> Trainer:
         self.constructing = party
         self._made += 1
-        return Trainer(party, self._made, weights)
+        if not self.scenario.ranks:
+            return Trainer(party, self._made, weights)
+        trainer = Trainer(party, self._made, weights, NAMES[:1])
+        trainer.other = Trainer(OTHER, self._made, weights, NAMES[1:])
+        self.others.append(trainer.other)
+        for rank, its in enumerate((trainer, trainer.other)):
+            its.sender.ranks = TwoRanks(self, rank, trainer)
+        return trainer
 
     def _new_engine(self, name: str) -> Engine:
         self.constructing = name
@@ -239,8 +270,9 @@ class World:
 
     def request_of(self, job: Any) -> Request:
         """The refit that a job is for."""
-        token = job.trainer.token if hasattr(job, "trainer") else job.endpoint.token
-        found = [each.number for each in self.trainers if each.sender.token == token]
+        token = job.trainer.token if hasattr(job, "trainer") else job.endpoint.kept.token
+        every = (*self.trainers, *self.others)
+        found = [each.number for each in every if each.sender.kept.token == token]
         return (*found, 0)[0], job.number
 
     def task_of(self, current: greenlet.greenlet) -> Task | None:
@@ -248,7 +280,7 @@ class World:
 
     def interrupts(self, task: Task) -> bool:
         """Whether anything can come between two steps of a task."""
-        kinds = ("pause", "crash", "lose", "drop", "load")
+        kinds = ("pause", "crash", "lose", "step", "drop", "load")
         return self.most > 0 and any(f"{kind} {task.party}" in self.left for kind in kinds)
 
     def connect(self, party: str, trainer: int) -> Connection:
@@ -294,6 +326,9 @@ class World:
             ready = (t for t in self.tasks if self.ready(t) and not self.chosen(t))
             task = next(ready, None)
             if task is None:
+                ranks = self.trainer.sender.ranks
+                if isinstance(ranks, TwoRanks) and self.paused != "T" and ranks.see_off():
+                    continue
                 break
             self.move(task)
             if self.interrupted is not None:
@@ -319,7 +354,8 @@ class World:
         """Whether it matters when this one goes on: who asks, and whose turn it is at a lock."""
         if task.asks:
             return not (task.at == "wait" and task.succeeds())
-        return self.people_came and task.at in ("start", "lock", "condition")
+        begins = not self.scenario.prompt and task.at == "start"
+        return self.people_came and (begins or task.at in ("lock", "condition"))
 
     def people_come(self) -> None:
         """Everybody who asks for something at the same time; each begins when the search says."""
@@ -357,7 +393,7 @@ class World:
         self.clean_start = not self.tasks
         self.hellos_left = self.scenario.hellos
         self.asked = list(step.engines)
-        self.to_ask = ["T", *step.engines]
+        self.to_ask = ["T", *(OTHER for _ in self.others[:1]), *step.engines]
         self.asked_tasks = []
         info = self.trainer.sender.prepare()
         self.number = info["number"] if step.given else None
@@ -371,7 +407,7 @@ class World:
         step = self.scenario.script[self.position - 1]
         assert isinstance(step, Refit)
         if party == "T":
-            self.offered[self.refit] = self.trainer.weights
+            self.offered[self.refit] = self.trainer.weights if self.trainer.whole else {}
             self.versions[self.trainer.number, self.trainer.sender.number + 1] = self.refit
             options = {
                 "receivers": len(step.engines),
@@ -381,6 +417,9 @@ class World:
                 "number": self.number,
             }
             self.trainer.sender.send(**options | step.options)
+        elif party == OTHER:
+            options = {"deadline_s": DEADLINE_S, "number": self.number}
+            self.others[-1].sender.follow(**options)
         else:
             receiver = self.engines[party].receiver
             receiver.receive(deadline_s=DEADLINE_S, number=self.number)
@@ -424,6 +463,11 @@ class World:
         if party in TRAINERS:
             trainer = self._new_trainer(self.trainer_of(party).weights, party)
             setattr(self, "trainer" if party == "T" else "second", trainer)
+        elif party == OTHER:
+            self.others = [one for one in self.others if one is not self.trainer.other]
+            self.trainer.other = None
+            end: Any = self.trainer.sender.connection("ipc").end
+            end.gone.append(f"{OTHER} has ended")
         else:
             self.engines[party] = self._new_engine(party)
         if party in self.to_ask:  # whoever asks finds nobody who knows of this refit

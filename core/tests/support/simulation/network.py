@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from rl_core.weights.job import Job
     from rl_core.weights.options import SendOptions
     from rl_core.weights.receiving.receiver import ReceiveJob
-    from rl_core.weights.sending.sender import SendJob
+    from rl_core.weights.sending.send_job import SendJob
 
 #: Seconds that a thread may take to get somewhere; none does, unless a test fails.
 _PATIENCE_S = 60
@@ -112,7 +112,7 @@ class Refit:
 
 
 def _unmet(job: SendJob) -> frames.Channel:
-    return frames.Channel(job.endpoint.token, b"", "sender")
+    return frames.Channel(job.endpoint.kept.token, b"", "sender")
 
 
 def _signed(reader: frames.Channel, message: object) -> bytes:

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from rl_core.weights.job import Runtime
     from rl_core.weights.receiving.receiver import ReceiveJob
-    from rl_core.weights.sending.sender import SendJob
+    from rl_core.weights.sending.send_job import SendJob
     from simulation.wire import EngineEnd, TrainerEnd
 
 DEADLINE_S = 60.0

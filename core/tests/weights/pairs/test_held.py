@@ -226,10 +226,10 @@ def test_a_sink_is_given_the_bytes_that_were_verified(keep, mode, isolation):
     expected = {name: tensor.clone() for name, tensor in tensors.items()}
 
     def write(name: str, offset: int, data: torch.Tensor, **kwargs: Any) -> None:
-        for lane in trainer.sender.connections["ipc"].lanes.values():
+        for lane in trainer.sender.kept.connections["ipc"].lanes.values():
             lane.data ^= 85  # a sender that gave up uses it for something else
         honest(name, offset, data, **kwargs)
-        for lane in trainer.sender.connections["ipc"].lanes.values():
+        for lane in trainer.sender.kept.connections["ipc"].lanes.values():
             lane.data ^= 85
 
     honest, engine.sink.write = engine.sink.write, write
@@ -250,7 +250,7 @@ def test_an_engine_is_torn_only_if_something_was_written(keep, mode, kind, first
     before = engine.snapshot()
     for tensor in tensors.values():
         tensor.add_(1)
-    [lane] = trainer.sender.connections["ipc"].lanes.values()
+    [lane] = trainer.sender.kept.connections["ipc"].lanes.values()
     publish, wrong = lane.publish, []
 
     def damage(start: int, stop: int) -> None:
@@ -280,7 +280,7 @@ def test_the_tensor_that_is_wrong_is_named_among_those_that_are_verified_togethe
     engine = keep(Engine(blank(tensors), kind=InPlaceSink))
     options = {"bucket_bytes": 1 << 20, "mode": "packed"}
     go(trainer, engine, **options)
-    [lane] = trainer.sender.connections["ipc"].lanes.values()
+    [lane] = trainer.sender.kept.connections["ipc"].lanes.values()
     publish = lane.publish
 
     def damage(start: int, stop: int) -> None:
@@ -299,7 +299,7 @@ def test_without_verification_nothing_is_remembered(pair):
     assert engine.receiver.known
     go(trainer, engine, verify="none")
     assert not engine.receiver.known
-    assert trainer.sender.committed is None
+    assert trainer.sender.kept.committed is None
 
 
 @pytest.mark.parametrize("mode", ["packed", "direct"])
@@ -311,7 +311,7 @@ def test_what_a_sender_remembers_is_what_it_announced(keep, mode):
     trainer.source.on["confirm"] = lambda: tensors["big"].add_(1)
     go(trainer, engine, mode=mode)
     trainer.source.on.clear()
-    assert trainer.sender.committed.known == engine.receiver.known
+    assert trainer.sender.kept.committed.known == engine.receiver.known
     report = go(trainer, engine, mode=mode, delta=True)
     assert (report.tensors, report.unchanged) == (1, len(describe(tensors)) - 2)
     assert same(tensors, engine.sink.tensor)

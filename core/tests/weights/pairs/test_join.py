@@ -129,7 +129,7 @@ def test_a_version_that_another_refit_followed_meanwhile_is_not_sent_again(pair,
     before = trainer.sender.version
     with trainer.sender.turn:  # as a refit of all that is under way has it
         sending = trainer.sender.send(version=before, deadline_s=SOON)
-        trainer.sender.version = before + 1
+        trainer.sender.kept.version = before + 1
     with pytest.raises(LifecycleError, match=f"version {before + 1} was committed"):
         sending.result(SOON)
     assert trainer.sender.version == before + 1

@@ -36,7 +36,7 @@ from rl_core.errors import (
 from rl_core.futures import spawn, wait
 from rl_core.weights.protocol import handshake as _introduction
 from rl_core.weights.protocol.messages import PROTOCOL
-from rl_core.weights.sending import sender as _sender
+from rl_core.weights.sending import send_job as _send_job
 
 if TYPE_CHECKING:
     from rl_core.weights import RefitReport
@@ -122,14 +122,14 @@ def test_weights_that_are_dropped_while_the_trainer_dies_stay_torn(both):
 def test_a_version_names_one_refit_also_while_the_report_is_written(both, monkeypatch):
     trainer, engine = both
     reporting, go_on = threading.Event(), threading.Event()
-    report = _sender.RefitReport
+    report = _send_job.RefitReport
 
     def slow(**figures: Any) -> RefitReport:
         reporting.set()
         assert go_on.wait(SOON)
         return report(**figures)
 
-    monkeypatch.setattr(_sender, "RefitReport", slow)
+    monkeypatch.setattr(_send_job, "RefitReport", slow)
     sending_, receiving = begin(trainer, engine)
     assert receiving.result(SOON)["version"] == 1
     assert reporting.wait(SOON)
@@ -143,11 +143,11 @@ def test_a_version_names_one_refit_also_while_the_report_is_written(both, monkey
 
 def test_a_report_that_fails_leaves_both_sides_at_one_version(both, monkeypatch):
     trainer, engine = both
-    monkeypatch.setattr(_sender, "RefitReport", lambda **figures: 1 / 0)
+    monkeypatch.setattr(_send_job, "RefitReport", lambda **figures: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         go(trainer, engine)
     assert trainer.sender.version == engine.receiver.version == 1
-    assert trainer.sender.committed is not None
+    assert trainer.sender.kept.committed is not None
 
 
 def test_other_weights_of_a_committed_version_leave_an_engine_that_serves_as_it_was(both):
@@ -464,14 +464,14 @@ def test_the_release_is_read_from_disk_once(both, monkeypatch):
 def test_an_error_that_is_kept_keeps_no_buffers(both):
     trainer, engine = both
     lanes: list[weakref.ref[Any]] = []
-    lane_of = trainer.sender._lane
+    lane_of = trainer.sender.kept._lane
 
     def remember(*arguments: Any) -> Any:
         lane = lane_of(*arguments)
         lanes.append(weakref.ref(lane.data))
         return lane
 
-    trainer.sender._lane = remember
+    trainer.sender.kept._lane = remember
     trainer.source.on["confirm"] = lambda: 1 / 0
     with pytest.raises(RefitError) as kept:
         go(trainer, engine, mode="packed")
@@ -485,13 +485,13 @@ def test_buffers_that_an_engine_may_still_read_are_not_used_again(both):
     """It was paused, heard nothing of the failure, and will read on."""
     trainer, engine = both
     told: list[Any] = []
-    lane_of = trainer.sender._lane
+    lane_of = trainer.sender.kept._lane
 
     def remember(*arguments: Any) -> Any:
         told.append(dict(lane_of(*arguments).ref))
         return lane_of(*arguments)
 
-    trainer.sender._lane = remember
+    trainer.sender.kept._lane = remember
     go(trainer, engine, mode="packed")
     go(trainer, engine, mode="packed")
     assert told[0] == told[1]

@@ -172,7 +172,7 @@ def test_wire_notices_bytes_that_were_damaged_on_the_way(keep, mode, kind):
     trainer = keep(Trainer(tensors, at_home=True))
     engine = keep(Engine(blank(tensors), kind=kind))
     go(trainer, engine, mode=mode)
-    [lane] = trainer.sender.connections["ipc"].lanes.values()
+    [lane] = trainer.sender.kept.connections["ipc"].lanes.values()
     publish = lane.publish
 
     def damage(start: int, stop: int) -> None:
@@ -220,7 +220,7 @@ def meeting(keep: Callable[[Any], Any]) -> tuple[Trainer, Engine]:
 def test_bytes_that_somebody_forged_between_hosts_are_noticed(meeting):
     """They have the XXH3 of the right ones, which anybody can bring about."""
     trainer, engine = meeting
-    [lane] = trainer.sender.connections["collective"].lanes.values()
+    [lane] = trainer.sender.kept.connections["collective"].lanes.values()
     publish = lane.publish
 
     def forge(start: int, stop: int) -> None:
@@ -260,7 +260,7 @@ def test_none_does_not_notice(keep):
     tensors = {"a": torch.full((9,), 1.0)}
     trainer, engine = keep(Trainer(tensors)), keep(Engine(blank(tensors)))
     go(trainer, engine)
-    [lane] = trainer.sender.connections["ipc"].lanes.values()
+    [lane] = trainer.sender.kept.connections["ipc"].lanes.values()
     lane.publish = lambda start, stop: lane.data[start:stop].fill_(0)
     go(trainer, engine, verify="none")
     assert not engine.sink.tensor["a"].any()

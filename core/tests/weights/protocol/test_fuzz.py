@@ -13,13 +13,15 @@ pytestmark = pytest.mark.concerns("core/")
 def test_what_is_wrong_is_refused_and_nothing_else_happens():
     seen = fuzz(20_000, seed=1)
     # The inputs get everywhere: else their being harmless would say little.
-    kinds = [*messages.FromSender.__args__, *messages.FromReceiver.__args__]
-    for kind in kinds:
+    sides = (messages.FromSender, messages.FromReceiver, messages.ToRank, messages.FromRank)
+    for kind in [kind for side in sides for kind in side.__args__]:
         assert seen[f"read {kind.__name__}"] > 20
     for end in ("COMMITTED", "ABORTED", "TORN"):
         assert seen[f"receiver {end}"] > 20
         assert seen[f"sender {end}"] > 20
-    for what in ("receiver's refit", "sender's refit", "prepare"):
+        assert seen[f"of two {end}"] > 20
+        assert end == "TORN" or seen[f"rank {end}"] > 20
+    for what in ("receiver's refit", "sender's refit", "rank's refit", "prepare"):
         assert seen[f"{what}: done"] > 20
         assert seen[f"{what}: RefitProtocolError"] > 20
     assert seen["reference: RefitProtocolError"] > 20

@@ -62,7 +62,7 @@ def test_a_refit_of_nothing_needs_no_bucket():
     sender = new_sender(receivers=1)
     sender.receive("p0", HELLOS[0])
     sender.receive("p0", READY)
-    sender.planned({"p0": PREPARE}, 0, 1)
+    sender.planned({"p0": PREPARE}, {0: (0, 1)})
     assert sender.receive("p0", Prepared(S)) == [Confirm()]
     receiver = receiver_at("ready")
     receiver.receive(PREPARE)
@@ -205,7 +205,7 @@ def test_a_session_that_failed_says_and_hears_nothing_more(end: Phase):
     calls = [
         receiver.lost("died"), receiver.attached({0: 2}), receiver.loaded(0),
         receiver.installed(), receiver.published(),
-        sender.lost("p0"), sender.planned({"p0": PREPARE}, 2, 2),
+        sender.lost("p0"), sender.planned({"p0": PREPARE}, {0: (2, 2)}),
         sender.packed(0, b""), sender.confirmed({"p0": "digest"}),
         *(receiver.receive(message) for message in FROM_SENDER),
         *(sender.receive("p0", message) for message in [HELLOS[0], *FROM_RECEIVER]),

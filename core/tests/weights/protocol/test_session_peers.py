@@ -247,13 +247,13 @@ def test_no_bucket_is_packed_before_the_slowest_has_loaded_the_one_in_its_slot()
     planned(sender, 4)
     sender.receive("p0", Prepared(S))
     assert sender.receive("p1", Prepared(S)) == [Pack(0)]
-    assert sender.packed(0, b"digests") == [sent(0), Pack(1)]
-    assert sender.packed(1, b"digests") == [sent(1)]
+    assert sender.packed(0, b"digests") == [*sent(0), Pack(1)]
+    assert sender.packed(1, b"digests") == [*sent(1)]
     assert sender.receive("p0", Loaded(S, 0)) == []
     assert sender.receive("p0", Loaded(S, 1)) == []
     assert sender.receive("p1", Loaded(S, 0)) == [Pack(2)]
     assert sender.receive("p1", Loaded(S, 1)) == []  # one is packed at a time
-    assert sender.packed(2, b"digests") == [sent(2), Pack(3)]
+    assert sender.packed(2, b"digests") == [*sent(2), Pack(3)]
 
 
 def test_time_is_told_by_phase():

@@ -228,10 +228,10 @@ def test_a_sender_that_remembers_never_gives_another_plan(asked):
         for which, bucket_bytes, direct, skip in asked:
             mode, way = DIRECT if direct else PACKED, {"skip": skip}
             parts = Partition(models[which])
-            buckets = sender.buckets(line, parts, bucket_bytes, mode, **way, **where)
+            buckets = sender.kept.buckets(line, parts, bucket_bytes, mode, **way, **where)
             fresh = plan_of(models[which], bucket_bytes, mode, **way)
             assert (buckets.plan, buckets.plan.digest) == (fresh, fresh.digest)
-            assert sender.buckets(line, parts, bucket_bytes, mode, **way, **where) is buckets
+            assert sender.kept.buckets(line, parts, bucket_bytes, mode, **way, **where) is buckets
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
-from rl_backends.gathering.changes import WatchedTensors
+from rl_backends.changes import WatchedTensors
 from rl_backends.spellings import SendsWeights, TakesWeights
 from rl_core.errors import CapabilityError, LifecycleError
 from rl_core.futures import time_left
@@ -31,7 +31,9 @@ from rl_core.weights.sending.sources import GuardedSource
 from rl_core.weights.tensors import NamedTensorSink, NamedTensorSource, module_tensors
 
 if TYPE_CHECKING:
-    from rl_backends.gathering.mesh import MeshPart, MeshRanks
+    from collections.abc import Iterable
+
+    from rl_backends.mesh import MeshRanks
     from rl_core.interfaces import Future
     from rl_core.weights.engine_lock import Lock
 
@@ -85,7 +87,6 @@ class ModuleSender(SendsWeights):
         """
         ranks = self._find_ranks()
         if ranks is not None and ranks.rank > 0:
-            ranks.follower.calls += 1
             return None
         try:
             return super().prepare_refit_info()
@@ -100,19 +101,10 @@ class ModuleSender(SendsWeights):
             RefitPeerError: As :meth:`prepare_refit_info`.
         """
         ranks = self._find_ranks()
-        if ranks is None:
+        if ranks is None or ranks.rank == 0:
             return super().send_weights(**options)
-        if ranks.rank == 0:
-            return [ranks.leader.send(self._sender, options)]
         deadline_s = time_left(SendOptions.of(options).deadline_s)
-        return [ranks.follower.follow(partial(self._part, ranks), 0, deadline_s)]
-
-    def cancel_refit(self, number: int) -> None:
-        """As a policy's; the other ranks learn of it."""
-        if self._sender.cancel(number) or self._ranks is None or self._ranks.rank:
-            return
-        if number != self._ranks.leader.sending:  # else its own end follows
-            self._ranks.leader.dismiss(number, "it failed on rank 0 before it began")
+        return [self._sender.follow(**{**options, "deadline_s": deadline_s})]
 
     def shutdown(self) -> bool:
         """Ends every refit, and closes sockets and memory. Idempotent."""
@@ -121,8 +113,6 @@ class ModuleSender(SendsWeights):
 
     def _end(self) -> None:
         self._sender.close()
-        if self._ranks is not None:
-            self._ranks.close()
 
     def _find_ranks(self) -> MeshRanks | None:
         """Those of the module's meshes, anew if they are other ones than in the last refit."""
@@ -131,9 +121,10 @@ class ModuleSender(SendsWeights):
             self._ranks.close()
             self._ranks = None
         if members and self._ranks is None:
-            from rl_backends.gathering.mesh import MeshRanks
+            from rl_backends.mesh import MeshRanks
 
             self._ranks = MeshRanks(members, self._places[members], self._module())
+        self._sender.ranks = self._ranks
         return self._ranks
 
     def _members(self) -> tuple[int, ...]:
@@ -145,15 +136,12 @@ class ModuleSender(SendsWeights):
             any(hasattr(tensor, "full_tensor") for tensor in tensors.values())
             and only_answer("weight_source", module=model) is None
         ):
-            from rl_backends.gathering.mesh import mesh_members, next_place  # takes a second
+            from rl_backends.mesh import mesh_members, next_place  # takes a second
 
             members = mesh_members(type(model).__name__, tensors)
             if members not in self._places:
                 self._places[members] = next_place(members)
         return members
-
-    def _part(self, ranks: MeshRanks) -> MeshPart:
-        return ranks.part(_without_adapters(self._module(), sharded=True))
 
     def _module(self) -> Any:
         model = self._model()
@@ -169,9 +157,14 @@ class ModuleSender(SendsWeights):
         if isinstance(model, WeightSource):
             return GuardedSource(model, lambda place="": None, rename)
         if (ranks := self._find_ranks()) is not None:
-            part = self._part(ranks)
-            return GuardedSource(part, part.watched.check, rename)
-        return _Watched(model, rename)
+            from rl_backends.pieces import DTensorSource
+
+            tensors = _without_adapters(model, sharded=True)
+            its = DTensorSource(tensors, first=ranks.rank == 0)
+            return _Watched(its, tensors.values(), rename, partial(getattr, ranks, "steps"))
+        known = only_answer("weight_source", module=model)
+        source = known or NamedTensorSource(_without_adapters(model))
+        return _Watched(source, module_tensors(model).values(), rename)
 
 
 class ModuleReceiver(TakesWeights):
@@ -296,19 +289,23 @@ def _without_adapters(model: nn.Module, *, sharded: bool = False) -> dict[str, t
 def _not_whole(kind: str, name: str, why: str) -> CapabilityError:
     return CapabilityError(
         f"{kind}: {name} {why}, and a refit needs every tensor whole in this process",
-        fix="shard it with fully_shard (FSDP2), or give refit a WeightSource that gathers them "
-        "(rl_backends.gathering.GatheredSource), or a policy backend such as rl-hf or rl-megatron",
+        fix="shard it with fully_shard (FSDP2), or use a policy backend such as rl-hf or "
+        "rl-megatron",
     )
 
 
 class _Watched(GuardedSource):
     """What a refit reads of a module; it ends if the module changes, as far as torch tells."""
 
-    def __init__(self, module: nn.Module, rename: Rename) -> None:
-        known = only_answer("weight_source", module=module)
-        source = known or NamedTensorSource(_without_adapters(module))
-        self._watched = WatchedTensors(module_tensors(module).values())
-        super().__init__(source, self._watched.check, rename)
+    def __init__(
+        self,
+        source: WeightSource,
+        tensors: Iterable[torch.Tensor],
+        rename: Rename,
+        state: Callable[[], int] | None = None,
+    ) -> None:
+        self._watched = WatchedTensors(tensors)
+        super().__init__(source, self._watched.check, rename, state)
 
     def close(self) -> None:
         """See :meth:`WeightSource.close`."""

@@ -10,15 +10,53 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from rl_core.errors import CapabilityError
+from rl_core.interfaces import Piece
+from rl_core.weights.tensors import NamedTensorSource
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
     from torch.distributed.tensor.placement_types import Placement
 
     from rl_core.interfaces import Box
 
-__all__ = ["copy_to_pieces", "held_boxes", "index_of", "local_part", "pieces_of"]
+__all__ = [
+    "DTensorSource",
+    "copy_to_pieces",
+    "held_boxes",
+    "index_of",
+    "local_part",
+    "pieces_of",
+]
+
+
+class DTensorSource(NamedTensorSource):
+    """A rank's pieces of DTensors, and on the first rank the tensors that each rank has whole.
+
+    The ranks of a module may have other values in these, such as statistics of their own rows.
+
+    Args:
+        tensors: See :class:`NamedTensorSource`.
+        first: This is the first rank.
+    """
+
+    def __init__(self, tensors: Mapping[str, torch.Tensor], *, first: bool) -> None:
+        super().__init__(tensors)
+        self._first = first
+
+    def pieces(self) -> Sequence[Piece]:
+        """See :meth:`WeightSource.pieces`."""
+        return [
+            Piece(name, box, view)
+            for name, tensor in self.tensors_by_name.items()
+            if self._first or isinstance(tensor, DTensor)
+            for box, view in pieces_of(tensor)
+        ]
+
+    def tensors(self, names: Sequence[str]) -> Iterator[tuple[str, torch.Tensor]]:
+        """See :meth:`WeightSource.tensors`; of tensors that are all here."""
+        for name in names:
+            yield name, local_part(self.tensors_by_name[name])
 
 
 def pieces_of(tensor: torch.Tensor) -> list[tuple[Box, torch.Tensor]]:

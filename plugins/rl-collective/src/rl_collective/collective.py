@@ -28,7 +28,13 @@ import torch.distributed as dist
 from torch._C import _distributed_c10d as c10d
 
 from rl_collective.groups import GroupLane, GroupRef, Member
-from rl_core.errors import ConfigError, DeadlineError, LifecycleError, RefitProtocolError
+from rl_core.errors import (
+    ConfigError,
+    DeadlineError,
+    LifecycleError,
+    RefitPeerError,
+    RefitProtocolError,
+)
 from rl_core.weights.protocol.timing import HELLO_S, REFUSAL_S
 from rl_core.weights.transports.base import CPU, ReceiverEnd, SenderEnd, Transport, refuse_options
 from rl_core.weights.transports.control import ControlClient, ControlServer
@@ -60,6 +66,7 @@ class _Address(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     port: _Port
     control: str = ""
     key: str = ""
+    backend: Literal["gloo", "nccl"] | None = None
 
 
 class _Meeting:
@@ -78,6 +85,8 @@ class _Meeting:
         self.store: c10d.TCPStore | None = None
         self.closed = threading.Event()
         self._lanes: weakref.WeakSet[GroupLane] = weakref.WeakSet()
+        self._opened = threading.Event()  # the last group
+        self._opened.set()
 
     def __str__(self) -> str:
         return f"{self.host}:{self.port}"
@@ -107,10 +116,17 @@ class _Meeting:
 
     def join(self, ref: GroupRef, rank: int, device: torch.device) -> GroupLane:
         """The lane of one member of a group, which is made in the background."""
-        member = Member(ref, rank, self.connected(), self.host, self.port)
+        before, self._opened = self._opened, threading.Event()
+        member = Member(ref, rank, self.connected(), self.host, self.port, before, self._opened)
         lane = GroupLane(member, device if ref.backend == "nccl" else CPU)
         self._lanes.add(lane)
         return lane
+
+    def open(self, nbytes: int, device: torch.device, receivers: Sequence[str]) -> GroupLane:
+        """The lane of who sends in a new group."""
+        backend: Literal["gloo", "nccl"] = "nccl" if device.type == "cuda" else "gloo"
+        ref = GroupRef("group", secrets.token_hex(8), backend, tuple(receivers), nbytes)
+        return self.join(ref, 0, device)
 
     def close(self) -> None:
         self.closed.set()
@@ -154,6 +170,8 @@ class CollectiveSender(ControlServer, SenderEnd):
             master_listen_fd=listener.detach(),
         )
         self.address = {"ip": host, "port": port, "control": self.endpoint, "key": self.key}
+        if backend is not None:
+            self.address["backend"] = backend
 
     def rendezvous(self, deadline_s: float) -> None:
         """Waits until as many receivers have joined as were announced.
@@ -194,28 +212,69 @@ class CollectiveSender(ControlServer, SenderEnd):
         Raises:
             ConfigError: ``backend`` is NCCL, and there are not so many.
         """
-        own = [uuid_of(device), *(seen[0] if seen else None for seen in gpus)]
-        apart = None not in own and len(set(own)) == len(own)
-        if self._backend == "nccl" and not apart:
-            raise ConfigError(
-                "backend='nccl' needs a different GPU for the trainer and for every engine, but "
-                f"their tensors are on {', '.join(name or 'no GPU' for name in own)}",
-                fix="leave backend out, or give the trainer and each engine a GPU of their own",
-                key="backend",
-            )
-        return device if apart and self._backend != "gloo" else CPU
+        return _lane_device(self._backend, device, gpus)
 
     def lane(
         self, nbytes: int, device: torch.device, receivers: Sequence[str], *, direct: bool = False
     ) -> GroupLane:
         """See :meth:`SenderEnd.lane`; returns before the receivers have joined the group."""
-        backend: Literal["gloo", "nccl"] = "nccl" if device.type == "cuda" else "gloo"
-        ref = GroupRef("group", secrets.token_hex(8), backend, tuple(receivers), nbytes)
-        return self._meeting.join(ref, 0, device)
+        return self._meeting.open(nbytes, device, receivers)
 
     def close(self) -> None:
         self._meeting.close()
         super().close()
+
+
+class CollectiveRank(SenderEnd):
+    """Where another rank of the trainer makes its lanes: each is a group of it and the receivers.
+
+    Args:
+        address: That of rank 0's end, in whose store the members of all groups meet.
+
+    Raises:
+        RefitPeerError: The store cannot be reached.
+    """
+
+    def __init__(self, address: Mapping[str, Any]) -> None:
+        where = _address(address)
+        self.address = address
+        self._backend = where.backend
+        self._meeting = _Meeting(where.ip, where.port)
+        try:
+            self._meeting.store = c10d.TCPStore(
+                where.ip, where.port, wait_for_workers=False, timeout=_STORE_TIMEOUT
+            )
+        except dist.DistError as error:
+            raise RefitPeerError(
+                f"rank 0's store at {self._meeting} cannot be reached: {error}",
+                fix="call init_collective with an address that the other ranks reach, too",
+                peer="rank 0",
+            ) from error
+
+    def lane_device(self, device: torch.device, gpus: Sequence[Sequence[str]]) -> torch.device:
+        """See :meth:`CollectiveSender.lane_device`."""
+        return _lane_device(self._backend, device, gpus)
+
+    def lane(
+        self, nbytes: int, device: torch.device, receivers: Sequence[str], *, direct: bool = False
+    ) -> GroupLane:
+        """See :meth:`CollectiveSender.lane`."""
+        return self._meeting.open(nbytes, device, receivers)
+
+    def receive(self, timeout_s: float) -> list[tuple[str, bytes]]:
+        """Nothing: rank 0 alone exchanges messages with receivers."""
+        return []
+
+    def send(self, key: str, frame: bytes) -> bool:
+        """False, as :meth:`receive`."""
+        return False
+
+    def departed(self) -> list[str]:
+        """None, as :meth:`receive`."""
+        return []
+
+    def close(self) -> None:
+        self._meeting.close()
 
 
 class CollectiveReceiver(ControlClient, ReceiverEnd):
@@ -336,6 +395,9 @@ class _Collective(Transport):
             ) from error
         return CollectiveSender(given.ip, given.port, given.receivers, given.backend)
 
+    def rank(self, address: Mapping[str, Any]) -> CollectiveRank:
+        return CollectiveRank(address)
+
     def receiver(self, address: Mapping[str, Any], **options: Any) -> CollectiveReceiver:
         refuse_options("the collective transport's receiver", options)
         _address(address)
@@ -351,6 +413,21 @@ def _address(given: Mapping[str, Any]) -> _Address:
         return msgspec.convert(given, _Address)
     except msgspec.ValidationError as error:
         raise RefitProtocolError(f"received a malformed collective address: {error}") from error
+
+
+def _lane_device(
+    backend: str | None, device: torch.device, gpus: Sequence[Sequence[str]]
+) -> torch.device:
+    own = [uuid_of(device), *(seen[0] if seen else None for seen in gpus)]
+    apart = None not in own and len(set(own)) == len(own)
+    if backend == "nccl" and not apart:
+        raise ConfigError(
+            "backend='nccl' needs a different GPU for the trainer and for every engine, but "
+            f"their tensors are on {', '.join(name or 'no GPU' for name in own)}",
+            fix="leave backend out, or give the trainer and each engine a GPU of their own",
+            key="backend",
+        )
+    return device if apart and backend != "gloo" else CPU
 
 
 def _listen(ip: str, port: int) -> socket.socket:

@@ -83,6 +83,10 @@ class Member:
         store: Reaches all members.
         host: The sender's address; members use the interface from which they reach it.
         port: The store's.
+        before: Set once this process has opened the group that it joined before this one. While it
+            opens one, a store answers nothing else: two processes that open two groups in other
+            orders would wait for each other.
+        opened: Set once this one is open, or will not be.
     """
 
     ref: GroupRef
@@ -90,6 +94,8 @@ class Member:
     store: c10d.Store
     host: str
     port: int
+    before: threading.Event
+    opened: threading.Event
 
     @property
     def size(self) -> int:
@@ -206,9 +212,12 @@ class _Carrier:
             self._thread.join(_STOP_S)
 
     def _run(self) -> None:
+        member = self._member
         try:
             # The group is made once every member has arrived.
-            member = self._member
+            while not member.before.wait(_PATIENCE_S):
+                if self._stopped.is_set():
+                    return
             store = c10d.PrefixStore(f"refit/{member.ref.group_name}", member.store)
             there, pause = store.add("members", 1), 0.0005
             while 0 < there < member.size:
@@ -219,6 +228,7 @@ class _Carrier:
             if there < 0:
                 raise RuntimeError("a member of the group left before all had joined")
             self._group = self._backend.open(store, member)
+            member.opened.set()
             while not self._stopped.is_set() and (span := self._spans.get()) is not None:
                 self._backend.move(self._group, span)
                 if self._stopped.is_set():
@@ -227,6 +237,7 @@ class _Carrier:
         except Exception as error:  # check() raises it
             self.failure = (str(error).splitlines() or [type(error).__name__])[0]
         finally:
+            member.opened.set()
             self._group = None
 
 

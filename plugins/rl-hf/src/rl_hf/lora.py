@@ -17,12 +17,11 @@ from rl_core.interfaces import Piece
 from rl_core.weights.tensors import NamedTensorSource, tensor_specs
 
 if TYPE_CHECKING:
-    from collections.abc import Generator, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 
     from torch import nn
     from transformers import PreTrainedModel
 
-    from rl_backends.gathering.dtensors import Whole
     from rl_core.interfaces import Box, TensorSpec
 
 __all__ = [
@@ -144,7 +143,9 @@ class MergedWeightSource(NamedTensorSource):
                 yield name, self._merged(name, base)
 
     @torch.no_grad()
-    def gathered(self, name: str, whole: Whole) -> torch.Tensor | None:
+    def gathered(
+        self, name: str, whole: Callable[[torch.Tensor], torch.Tensor | None]
+    ) -> torch.Tensor | None:
         """A tensor of a sharded model, put together on rank 0.
 
         Args:

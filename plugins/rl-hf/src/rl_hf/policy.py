@@ -5,19 +5,18 @@ from __future__ import annotations
 import logging
 import math
 from contextlib import ExitStack, contextmanager, nullcontext
-from functools import cached_property, partial
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch.distributed.fsdp import FSDPModule
 
 from rl_backends import PolicyBackend, RowLimits
-from rl_backends.gathering import RefitRanks
-from rl_backends.gathering.dtensors import DTensorSource
-from rl_backends.pieces import local_part
+from rl_backends.pieces import DTensorSource, local_part
 from rl_backends.policy.base import check_policy_config
 from rl_backends.policy.checkpoint_directory import write_directory
 from rl_backends.policy.rows import scoring_rows
+from rl_backends.refit_ranks import RefitRanks
 from rl_backends.torch.calibration import Calibration, check_calibration
 from rl_backends.torch.checkpoints import load_tokenizer
 from rl_backends.torch.decoding import DEFAULT_MAX_BATCH_SIZE, evaluating
@@ -54,15 +53,6 @@ _log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 __all__ = ["HuggingFacePolicy"]
-
-
-class MergedSource(DTensorSource):
-    """Merged weights of a sharded model, each put together on rank 0 when its turn comes."""
-
-    def gather(self, name: str) -> torch.Tensor | None:
-        """See :meth:`GatheredSource.gather`."""
-        assert isinstance(self._source, MergedWeightSource)
-        return self._source.gathered(name, self._whole)
 
 
 class HuggingFacePolicy(PolicyBackend):
@@ -459,16 +449,11 @@ class HuggingFacePolicy(PolicyBackend):
         Every data-parallel worker has all of them, so that a refit needs the first one alone.
         """
         self._check_open("weight_source")
-        if self._shards is None:
-            return self._tensors()
-        whole = partial(self._shards.whole, refit=True)
-        source = self._tensors()
-        kind = MergedSource if isinstance(source, MergedWeightSource) else DTensorSource
-        return kind(self.refit_ranks, self.changes, source, whole)
-
-    def _tensors(self) -> NamedTensorSource:
         if not self._adapters:
-            return NamedTensorSource(module_tensors(self.model))
+            tensors = module_tensors(self.model)
+            if self._shards is None:
+                return NamedTensorSource(tensors)
+            return DTensorSource(tensors, first=self.ranks.rank == 0)
         if self.config["lora"].get("refit") == "adapter":
             return AdapterWeightSource(self.model)
         return MergedWeightSource(self.model, sharded=self._shards is not None)

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections import Counter
 from contextlib import ExitStack, contextmanager, suppress
 from datetime import timedelta
+from itertools import product
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import torch
@@ -18,8 +19,9 @@ from torch import distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
 
-from rl_backends.gathering.dtensors import GATHER_TIMEOUT_S, whole_on_first
+from rl_backends.pieces import held_boxes, index_of, local_part, pieces_of
 from rl_backends.policy.ranks import TIMEOUT_S, RankGroup, meet
 from rl_core.errors import CapabilityError, ConfigError, LifecycleError
 
@@ -113,7 +115,6 @@ class Shards:
             unless_built.callback(self.ranks.close)
             self.ranks.check_gpus(device)
             self._group = self._new_group(tensors, TIMEOUT_S)
-            self._refits = self._new_group(tensors, GATHER_TIMEOUT_S)
             unless_built.pop_all()
 
     def _new_group(self, backend: str, timeout_s: float) -> Any:
@@ -161,15 +162,13 @@ class Shards:
                 "have several dtypes",
             )
 
-    def whole(self, tensor: torch.Tensor, *, refit: bool = False) -> torch.Tensor | None:
+    def whole(self, tensor: torch.Tensor) -> torch.Tensor | None:
         """A tensor put together on rank 0, and None elsewhere; see :func:`whole_on_first`.
 
         Args:
             tensor: A parameter, or what was made of one.
-            refit: Through the group that refits alone use, from another thread.
         """
-        group = self._refits if refit else self._group
-        made = whole_on_first(tensor, group, range(self.ranks.size), self._device)
+        made = whole_on_first(tensor, self._group, range(self.ranks.size), self._device)
         return None if self.ranks.rank else made
 
     def sum_(self, tensors: Iterable[torch.Tensor]) -> None:
@@ -239,6 +238,58 @@ class Shards:
         if not kind._users and kind._owns_default_group and dist.is_initialized():
             kind._owns_default_group = False
             dist.destroy_process_group()
+
+
+def whole_on_first(
+    tensor: torch.Tensor, group: Any, members: Sequence[int], device: torch.device
+) -> torch.Tensor | None:
+    """Puts a tensor together on the first rank of a group; called on all of them in one order.
+
+    Of ranks that replicate each other, one sends.
+
+    Args:
+        tensor: A DTensor, on a mesh of these ranks or of some of them. Where the mesh has not the
+            first rank, other ranks have the same values. A tensor without shards is as it is.
+        group: A process group of torch that sends and receives tensors of the device.
+        members: The ranks of the group, by their numbers in the mesh.
+        device: On which tensors travel.
+
+    Returns:
+        The whole tensor, where the first rank has its shard of it; None on the other ranks.
+    """
+    if not isinstance(tensor, DTensor):
+        return tensor.detach()
+    mesh, placements = tensor.device_mesh, tensor.placements
+    places = product(*map(range, mesh.shape))
+    place_of = dict(zip(mesh.mesh.flatten().tolist(), places, strict=True))
+    first = place_of.get(members[0])
+    if first is None:
+        return None
+    senders = {
+        rank: place
+        for rank, place in enumerate(map(place_of.get, members))
+        if rank
+        and place is not None
+        and all(
+            mine == theirs or not placement.is_replicate()
+            for placement, mine, theirs in zip(placements, first, place, strict=True)
+        )
+    }
+    if group.rank():
+        if group.rank() in senders:
+            for _, view in pieces_of(tensor):
+                group.send([view.to(device).contiguous()], 0, 0).wait()
+        return None
+    whole = torch.empty(tensor.shape, dtype=tensor.dtype, device=local_part(tensor).device)
+    for box, view in pieces_of(tensor):
+        whole[index_of(box)] = view
+    for rank, place in senders.items():
+        for box, _ in held_boxes(tensor.shape, placements, mesh.shape, place):
+            target = whole[index_of(box)]
+            landed = torch.empty(target.shape, dtype=target.dtype, device=device)
+            group.recv([landed], rank, 0).wait()
+            target.copy_(landed)
+    return whole
 
 
 def _layers(inner: nn.Module) -> list[nn.Module]:

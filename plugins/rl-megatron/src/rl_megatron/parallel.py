@@ -32,7 +32,6 @@ class ParallelState:
         here: Where this rank is.
         messages: All ranks, over tensors of the CPU.
         ranks: They, for messages.
-        refits: A group of all ranks for refits alone, over tensors of the model's device.
     """
 
     _alive: ClassVar[ParallelState | None] = None
@@ -87,7 +86,6 @@ class ParallelState:
                 tensor_parallel.model_parallel_cuda_manual_seed(
                     1, inference_rng_tracker=not torch.cuda.is_available(), force_reset_rng=True
                 )
-            self.refits = dist.new_group(timeout=self._timeout)
         except BaseException:
             self._end()
             raise
@@ -122,9 +120,8 @@ class ParallelState:
 
     def _end(self) -> None:
         """Torch is as it was before, and no thread or socket of the groups is left."""
-        for name in ("messages", "refits"):
-            if name in self.__dict__:
-                dist.destroy_process_group(self.__dict__.pop(name))
+        if "messages" in self.__dict__:
+            dist.destroy_process_group(self.__dict__.pop("messages"))
         if "ranks" in self.__dict__:
             self.ranks.close()
         if self._owns_groups:

@@ -11,11 +11,11 @@ import torch
 from torch import distributed as dist
 
 from rl_backends import PolicyBackend, RowLimits
-from rl_backends.gathering import RefitRanks
 from rl_backends.model_files import check_remote_code, config_of
 from rl_backends.policy.base import check_policy_config
 from rl_backends.policy.checkpoint_directory import STATE_FILE, read_json
 from rl_backends.policy.rows import scoring_rows
+from rl_backends.refit_ranks import RefitRanks
 from rl_backends.torch.calibration import BINS, Calibration, check_calibration
 from rl_backends.torch.checkpoints import checkpoint_directory, load_tokenizer
 from rl_backends.torch.reference import make_reference
@@ -34,12 +34,12 @@ from rl_megatron.model import build_model, model_device
 from rl_megatron.parallel import ParallelState
 from rl_megatron.sharding import make_optimizer, shares_of
 from rl_megatron.sizes import Sizes
+from rl_megatron.source import MegatronSource, RankTensors
 from rl_megatron.table import Table
 from rl_megatron.vocabulary import Vocabulary
 from rl_megatron.weights import (
     CheckpointFiles,
     Gathering,
-    MegatronSource,
     load_weights,
     owned_pieces,
 )
@@ -111,12 +111,13 @@ class MegatronPolicy(PolicyBackend):
         self._at = self._parallel.here
         self.table = Table(architecture)
         self._published = read
-        self._sent = Table(architecture, checked.get("refit_experts", "stacked"))
         self._device = model_device()
         self._vocabulary = Vocabulary.of(architecture, self._at)
         self.model = build_model(architecture, self._at, checked)
         load_weights(files, owned_pieces(read, self._at, self._module))
         self._owned = owned_pieces(self.table, self._at, self._module)
+        sent = Table(architecture, checked.get("refit_experts", "stacked"))
+        self._given = RankTensors.of(sent, owned_pieces(sent, self._at, self._module))
         self._shares = shares_of(self.model)
         limits = RowLimits(architecture.vocabulary, architecture.context)
         PolicyBackend.__init__(
@@ -357,25 +358,22 @@ class MegatronPolicy(PolicyBackend):
             self._export(directory)
 
     def _export(self, directory: Path) -> None:
+        table, sizes = self._published, self._parallel.sizes
+        owned = owned_pieces(table, self._at, self._module)
+        dtype = owned[0].parameter.dtype
         checkpoint.export(
             directory,
-            self._gathering(self._published, dist.group.WORLD),
+            Gathering(table, sizes, owned, dtype, self._device),
             self._settings,
             self.tokenizer,
             writes=self.ranks.rank == 0,
         )
 
     def weight_source(self) -> WeightSource:
-        """See :meth:`PolicyModel.weight_source`; rank 0 puts tensors together, one by one."""
+        """See :meth:`PolicyModel.weight_source`; every rank gives what it has."""
         self._check_open("weight_source")
         self.on_wake(frozenset({"model"}))
-        gathering = self._gathering(self._sent, self._parallel.refits)
-        return MegatronSource(self.refit_ranks, self.changes, gathering, self._sent.tied)
-
-    def _gathering(self, table: Table, group: Any) -> Gathering:
-        owned = owned_pieces(table, self._at, self._module)
-        dtype = owned[0].parameter.dtype
-        return Gathering(table, self._parallel.sizes, owned, group, dtype, self._device)
+        return MegatronSource(self._given, self.changes)
 
     # -- memory ---------------------------------------------------------------------------------
 
@@ -414,5 +412,5 @@ class MegatronPolicy(PolicyBackend):
         for name in ("_generation", "_sleepers"):
             self.__dict__.pop(name, None)
         self._optimizer = None
-        del self.model, self._forward, self._owned, self._shares, self._vocabulary
+        del self.model, self._forward, self._given, self._owned, self._shares, self._vocabulary
         self._parallel.leave()

@@ -14,7 +14,7 @@ from rl_core.weights.tensors import dtype_name
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from rl_backends.gathering import WeightChanges
+    from rl_backends.changes import WeightChanges
     from rl_core.interfaces import Box
     from rl_megatron.table import Table
     from rl_megatron.weights import Owned

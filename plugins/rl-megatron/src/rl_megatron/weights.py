@@ -1,4 +1,4 @@
-"""A model's weights: read from a checkpoint, and given to refits and exports tensor by tensor."""
+"""A model's weights: read from a checkpoint, and put together for one."""
 
 from __future__ import annotations
 
@@ -9,11 +9,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import distributed as dist
 
-from rl_backends.gathering import GatheredSource
 from rl_backends.model_files import check_files
 from rl_core.errors import ConfigError
-from rl_core.interfaces import TensorSpec
-from rl_core.weights.tensors import dtype_name
 from rl_megatron.table import Table
 
 if TYPE_CHECKING:
@@ -22,7 +19,6 @@ if TYPE_CHECKING:
 
     from torch import nn
 
-    from rl_backends.gathering import RefitRanks, WeightChanges
     from rl_megatron.architectures import Architecture
     from rl_megatron.sizes import Coordinates, Sizes
     from rl_megatron.table import Piece
@@ -30,7 +26,6 @@ if TYPE_CHECKING:
 __all__ = [
     "CheckpointFiles",
     "Gathering",
-    "MegatronSource",
     "Owned",
     "load_weights",
     "owned_pieces",
@@ -179,7 +174,6 @@ class Gathering:
         table: Of the model.
         sizes: Of all ranks.
         owned: This rank's pieces.
-        group: All ranks; its tensors are on ``device``.
         dtype: Of the weights.
         device: Where tensors are put together.
     """
@@ -189,14 +183,12 @@ class Gathering:
         table: Table,
         sizes: Sizes,
         owned: Sequence[Owned],
-        group: Any,
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
         self.dtype = dtype
-        self.device = device
-        self._rank = dist.get_rank(group)
-        self._group = group
+        self._device = device
+        self._rank = dist.get_rank()
         self._owned = {(one.piece.name, one.piece.box): one for one in owned}
         self._senders: dict[str, list[tuple[int, Piece]]] = {}
         for rank in range(sizes.world):
@@ -219,17 +211,17 @@ class Gathering:
             if self._rank:
                 if rank == self._rank:
                     for part in _parts(self._box(piece)):
-                        dist.send(part.contiguous(), 0, group=self._group)
+                        dist.send(part.contiguous(), 0)
                 continue
             if whole is None:
-                whole = torch.empty(piece.shape, dtype=self.dtype, device=self.device)
+                whole = torch.empty(piece.shape, dtype=self.dtype, device=self._device)
             place = whole[piece.index]
             if rank == 0:
                 place.copy_(self._box(piece))
                 continue
             for part in _parts(place):
                 landed = part if part.is_contiguous() else part.new_empty(part.shape)
-                dist.recv(landed, rank, group=self._group)
+                dist.recv(landed, rank)
                 if landed is not part:
                     part.copy_(landed)
         return whole
@@ -243,40 +235,3 @@ def _parts(box: torch.Tensor) -> Sequence[torch.Tensor]:
     """Rows that travel together: rank 0 has no room for a box beside the tensor that it is of."""
     rows = max(1, _PART_BYTES * len(box) // max(1, box.nbytes))
     return [box[start : start + rows] for start in range(0, len(box), rows)]
-
-
-class MegatronSource(GatheredSource):
-    """The tensors of a model as they are now, under the checkpoint's names.
-
-    Args:
-        ranks: That take part; None if there is one.
-        changes: Of this rank's weights.
-        gathering: Over the group of refits.
-        tied: Name of the embedding, and of the output layer that is the same, if it is.
-    """
-
-    def __init__(
-        self,
-        ranks: RefitRanks | None,
-        changes: WeightChanges,
-        gathering: Gathering,
-        tied: tuple[str, str] | None,
-    ) -> None:
-        super().__init__(ranks, changes)
-        self.device = str(gathering.device)
-        self._gathering = gathering
-        self._tied = tied
-
-    def specs(self) -> Sequence[TensorSpec]:
-        """See :meth:`WeightSource.specs`."""
-        name = dtype_name(self._gathering.dtype)
-        specs = [TensorSpec(n, shape, name) for n, shape in self._gathering.shapes.items()]
-        if self._tied is not None:
-            embedding, output = self._tied
-            shape = self._gathering.shapes[embedding]
-            specs.append(TensorSpec(output, shape, name, alias_of=embedding))
-        return specs
-
-    def gather(self, name: str) -> torch.Tensor | None:
-        """See :meth:`GatheredSource.gather`."""
-        return self._gathering(name)

@@ -5,6 +5,7 @@ Workers build them, so each is installed as a plugin for as long as the suite lo
 
 from __future__ import annotations
 
+import concurrent.futures
 import inspect
 import json
 import math
@@ -25,27 +26,39 @@ from torch import nn
 from mutants.mutant import Mutant, registered
 from rl_backends.policy.randomness import RandomStream
 from rl_conformance.reference import LAYOUTS, SHARDED
-from rl_conformance.reference.sharded import ShardedReferencePolicy
+from rl_conformance.reference.sharded import ShardedReferencePolicy, ShardedSource
 from rl_conformance.reference.vocabulary import Vocabulary
 from rl_conformance.target import Target
-from rl_core.errors import CheckpointError
-from rl_core.interfaces import DataParallelRank, WorkerContext
+from rl_core.errors import CheckpointError, RefitError
+from rl_core.interfaces import (
+    DataParallelRank,
+    Future,
+    Piece,
+    TensorSpec,
+    WeightSource,
+    WorkerContext,
+)
+from rl_core.weights.data.parts import Partition
 
 
-def spread(layout: str, checks: str) -> Callable[[Any], Any]:
-    """Registers a mutant of P14, which is looked at in one layout."""
+def spread(layout: str, checks: str, clause: str = "P14") -> Callable[[Any], Any]:
+    """Registers a mutant of a clause, which is looked at in one layout."""
 
     def register(broken: Any) -> Any:
-        name, module = broken.__name__, broken.__module__
-        bug = (inspect.getdoc(broken) or "").partition("\n")[0]
-        built_by = f"{module}:{name}"
-        broken.manifest = replace(SHARDED, name=name, factories={"policy": built_by})
-        broken.layouts = {"cpu": {"sharded": {layout: LAYOUTS["cpu"]["sharded"][layout]}}}
-        find, install = partial(Target.find, name), partial(_installed, name, module)
-        registered.append(Mutant(name, bug, ("P14",), find, install, f"P14 and {checks}", module))
+        registered.append(_in_workers(broken, layout, checks, clause))
         return broken
 
     return register
+
+
+def _in_workers(policy: Any, layout: str, checks: str, clause: str) -> Mutant:
+    name, module = policy.__name__, policy.__module__
+    bug = (inspect.getdoc(policy) or "").partition("\n")[0]
+    built_by = f"{module}:{name}"
+    policy.manifest = replace(SHARDED, name=name, factories={"policy": built_by})
+    policy.layouts = {"cpu": {"sharded": {layout: LAYOUTS["cpu"]["sharded"][layout]}}}
+    find, install = partial(Target.find, name), partial(_installed, name, module)
+    return Mutant(name, bug, (clause,), find, install, f"{clause} and {checks}", module)
 
 
 @contextmanager
@@ -59,12 +72,21 @@ def _installed(name: str, module: str) -> Generator[None]:
             f"[rl_core.backends]\n{name} = {module}:{name}.manifest\n"
             f"[rl_core.conformance]\n{name} = {module}:{name}.layouts\n"
         )
-        path = os.pathsep.join(filter(None, [site, os.environ.get("PYTHONPATH")]))
+        here = str(Path(__file__).parents[1])
+        path = os.pathsep.join(filter(None, [site, here, os.environ.get("PYTHONPATH")]))
         with (
             mock.patch.dict(os.environ, PYTHONPATH=path),
             mock.patch.object(sys, "path", [site, *sys.path]),
         ):
             yield
+
+
+class WithoutABug(ShardedReferencePolicy):
+    """None: workers find it and build it as they do the others."""
+
+
+#: Survives, or else the others may be killed for want of something that all of them need.
+HONEST = _in_workers(WithoutABug, "parts", "scores_are", "P14")
 
 
 # -- gradients ---------------------------------------------------------------------------------
@@ -193,8 +215,8 @@ class MomentsOfTheFirstRankAloneAreResumed(ShardedReferencePolicy):
 class MomentsAreSavedInAnotherOrder(ShardedReferencePolicy):
     """In a checkpoint the last rank's part of the moments is the first."""
 
-    def gathered(self, name: str, part: torch.Tensor, group: Any) -> torch.Tensor:
-        whole = super().gathered(name, part, group)
+    def gathered(self, name: str, part: torch.Tensor) -> torch.Tensor:
+        whole = super().gathered(name, part)
         if isinstance(part, nn.Parameter):
             return whole
         return torch.cat(whole.tensor_split(self.shards)[::-1])
@@ -228,12 +250,134 @@ class DropoutResumesOnTheFirstRankAlone(ShardedReferencePolicy):
         self.random = own
 
 
-@spread("parts", "refits_are")
-class ARefitHasThePartsInAnotherOrder(ShardedReferencePolicy):
-    """An engine gets the last rank's part of every tensor first."""
+# -- refits ------------------------------------------------------------------------------------
 
-    def gathered(self, name: str, part: torch.Tensor, group: Any) -> torch.Tensor:
-        whole = super().gathered(name, part, group)
-        if group is not self.refit_group:
-            return whole
-        return torch.cat(whole.tensor_split(self.shards)[::-1])
+
+class _Altered(ShardedSource):
+    """Gives other pieces, if it is of a rank that is not as it should be."""
+
+    def __init__(
+        self, policy: ShardedReferencePolicy, alter: Callable[[TensorSpec, Piece], Piece]
+    ) -> None:
+        super().__init__(policy)
+        self._alter = alter
+
+    def pieces(self) -> Sequence[Piece]:
+        specs = {spec.name: spec for spec in self.specs()}
+        return [self._alter(specs[piece.name], piece) for piece in super().pieces()]
+
+
+@spread("parts", "every_way", "R16")
+class ARankGivesThePartOfAnother(ShardedReferencePolicy):
+    """Each of two ranks calls its rows those of the other one, so that all rows are there."""
+
+    def weight_source(self) -> WeightSource:
+        return super().weight_source() if self.parts is None else _Altered(self, _at_the_other_end)
+
+
+def _at_the_other_end(spec: TensorSpec, piece: Piece) -> Piece:
+    """The rows as far from the end of the tensor as the piece's are from its beginning."""
+    (first, after), *others = piece.box
+    size = spec.shape[0]
+    return piece._replace(box=((size - after, size - first), *others))
+
+
+class _LastCopy(ShardedReferencePolicy):
+    """Of which only the last copy is broken: the others have all that it has."""
+
+    @property
+    def is_last(self) -> bool:
+        return self.worker is not None and self.worker.rank // self.shards == self.copies - 1
+
+
+@spread("copies", "every_way", "R16")
+class ABoxIsOffByOne(_LastCopy):
+    """The boxes of one copy of the model begin and end one row too late or too early."""
+
+    def weight_source(self) -> WeightSource:
+        return _Altered(self, _moved) if self.is_last else super().weight_source()
+
+
+def _moved(spec: TensorSpec, piece: Piece) -> Piece:
+    (first, after), *others = piece.box
+    by = 1 if after < spec.shape[0] else -1
+    return piece._replace(box=((first + by, after + by), *others))
+
+
+@spread("copies", "every_way", "R16")
+class ACopyIsAStepBehind(_LastCopy):
+    """One copy of the model gives the weights before the last step, as if they were of now."""
+
+    before: dict[str, torch.Tensor] | None = None
+
+    def take_step(self, lr: float, scale: float) -> None:
+        if self.parts is not None and self.is_last:
+            own = self.parts.by_name
+            self.before = {name: part.detach().clone() for name, part in own.items()}
+        super().take_step(lr, scale)
+
+    def weight_source(self) -> WeightSource:
+        if (before := self.before) is None:
+            return super().weight_source()
+        return _Altered(self, lambda _, piece: piece._replace(tensor=before[piece.name]))
+
+
+@spread("parts", "commits_alone", "R16")
+class ARankCommitsAlone(ShardedReferencePolicy):
+    """A rank that does not decide reports success of a refit that has failed."""
+
+    def send_weights(self, **options: Any) -> list[Future]:
+        futures = super().send_weights(**options)
+        return [_succeeding(future) for future in futures] if self.ranks.rank else futures
+
+
+def _succeeding(future: Any) -> Future:
+    done: concurrent.futures.Future[Any] = concurrent.futures.Future()
+    future.add_done_callback(lambda _: done.set_result({}))
+    return done
+
+
+@spread("copies", "sent_once", "R16")
+class EveryCopySendsItsParts(ShardedReferencePolicy):
+    """What two copies of the model have is sent twice."""
+
+    def __init__(self, *args: Any, **config: Any) -> None:
+        super().__init__(*args, **config)
+        if self.worker is not None:  # in this worker's process, which is this policy's alone
+            Partition.shared_out = _all_that_each_has  # type: ignore[method-assign]
+
+
+def _all_that_each_has(parts: Partition, layouts: Any) -> dict[int, bytes]:
+    return {rank: parts.mask(layout) for rank, layout in layouts.items()}
+
+
+@spread("parts", "for_the_model", "R16")
+class ARankHasRoomForTheModel(ShardedReferencePolicy):
+    """The other ranks take memory for the whole model to send their part of it."""
+
+    def weight_source(self) -> WeightSource:
+        if self.worker is not None and self.worker.rank:
+            torch.ones(sum(spec.nbytes for spec in self.specs), dtype=torch.uint8)
+        return super().weight_source()
+
+
+@spread("parts", "leaves_nothing", "R16")
+class ARankKeepsAFileOfEachRefit(ShardedReferencePolicy):
+    """The other ranks leave a file open for each refit."""
+
+    def weight_source(self) -> WeightSource:
+        if self.worker is not None and self.worker.rank:
+            os.open(os.devnull, os.O_RDONLY)
+        return super().weight_source()
+
+
+@spread("parts", "stops_or_dies", "R16")
+class ALostRankIsNotNamed(ShardedReferencePolicy):
+    """A rank that is lost ends the refit with an error that does not say which it is."""
+
+    def __init__(self, *args: Any, **config: Any) -> None:
+        super().__init__(*args, **config)
+        if self.worker is not None:
+            lost = self.refit_ranks
+            assert lost is not None
+            lost.lost = lambda rank: RefitError("somebody is lost")  # type: ignore[method-assign]

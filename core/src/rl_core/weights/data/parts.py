@@ -122,24 +122,34 @@ def runs_in(
         done += some
 
 
-def layout_of(manifest: WeightManifest, pieces: Iterable[Piece] | None) -> dict[int, list[Box]]:
+def layout_of(
+    manifest: WeightManifest, pieces: Iterable[Piece] | None, *, sends: bool = False
+) -> dict[int, list[Box]]:
     """The boxes of pieces; those of aliases are not looked at.
+
+    Args:
+        manifest: Of the tensors.
+        pieces: Of a sink, or of a source.
+        sends: They are a source's, which may make pieces that have no tensor.
 
     Raises:
         ManifestMismatchError: A piece is not in its tensor, has another shape than its box, or is
-            not whole and has no tensor.
+            not whole and has no tensor that is written to.
     """
     if pieces is None:
         return {}
     whole = manifest.boxes
     entire = bytearray(len(whole))
     found: dict[int, list[Box]] = {}  # of tensors that are not one whole piece
+    made: set[int] = set()  # of which a piece has no tensor
     for piece in pieces:
         if (index := manifest.index.get(piece.name)) is None:
             continue
         spec, box, tensor = manifest.owned[index], piece.box, piece.tensor
-        if box == whole[index] or tensor is None:
-            fits = box == whole[index] and (tensor is None or tensor.shape == spec.shape)
+        if box == whole[index]:
+            fits = tensor is None or tensor.shape == spec.shape
+        elif tensor is None:
+            fits = sends and _is_within(box, spec.shape)
         else:
             fits = _is_within(box, spec.shape) and tensor.shape == sizes_of(box)
         if not fits:
@@ -156,6 +166,14 @@ def layout_of(manifest: WeightManifest, pieces: Iterable[Piece] | None) -> dict[
         boxes = found.setdefault(index, [whole[index]] if entire[index] else [])
         if box not in boxes:
             boxes.append(box)
+        if tensor is None:
+            made.add(index)
+        if sends and index in made and len(boxes) > 1:
+            raise ManifestMismatchError(
+                f"{piece.name}: a piece has no tensor, and there are others of that tensor",
+                fix="give pieces() of the weight source one piece of it, or pieces with tensors",
+                misshaped=[piece.name],
+            )
     return {n: found.get(n, []) for n in range(len(whole)) if n in found or not entire[n]}
 
 
@@ -314,6 +332,31 @@ class Partition:
                 for part in self.of_box(index, box):
                     found[part] = 1
         return bytes(found)
+
+    def shared_out(self, layouts: Mapping[int, Layout]) -> dict[int, bytes]:
+        """A mask for each rank of a trainer, of the parts that come from it.
+
+        A part that several ranks have comes from the one with the fewest bytes so far, so that no
+        rank is busier than it has to be.
+        """
+        here = {rank: self.mask(layout) for rank, layout in layouts.items()}
+        if len(here) == 1:
+            return here
+        ranks, loads = list(here), dict.fromkeys(here, 0)
+        gives = {rank: bytearray(len(self.manifest.owned)) for rank in ranks}
+        shared: list[tuple[int, list[int]]] = []
+        for part, having in enumerate(zip(*here.values(), strict=True)):
+            found = [rank for rank, has in zip(ranks, having, strict=True) if has]
+            if len(found) > 1:
+                shared.append((part, found))
+            for rank in found if len(found) == 1 else ():
+                gives[rank][part] = 1
+                loads[rank] += self.manifest.owned[part].nbytes
+        for part, found in shared:
+            rank = min(found, key=loads.__getitem__)
+            gives[rank][part] = 1
+            loads[rank] += self.manifest.owned[part].nbytes
+        return {rank: bytes(mask) for rank, mask in gives.items()}
 
     def check_kept(self, masks: Sequence[bytes]) -> None:
         """Raises ManifestMismatchError for a part that is in no engine's mask."""

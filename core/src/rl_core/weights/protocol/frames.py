@@ -22,7 +22,15 @@ from typing import Any, Generic, Literal, TypeVar
 import msgspec
 
 from rl_core.errors import RefitProtocolError
-from rl_core.weights.protocol.messages import PROTOCOL, FromReceiver, FromSender, Hello, Offer
+from rl_core.weights.protocol.messages import (
+    PROTOCOL,
+    FromRank,
+    FromReceiver,
+    FromSender,
+    Hello,
+    Offer,
+    ToRank,
+)
 
 __all__ = ["MAX_FRAME_BYTES", "Channel", "origin_of", "read_hello", "write_hello"]
 
@@ -88,8 +96,8 @@ class _Kind(Generic[M]):
 _encoder = msgspec.msgpack.Encoder()
 _hello = _Kind[Hello](b"H", Hello)
 _said_by: dict[Side, _Kind[Any]] = {
-    "sender": _Kind[FromSender](b"C", FromSender),
-    "receiver": _Kind[FromReceiver](b"C", FromReceiver),
+    "sender": _Kind[FromSender | ToRank](b"C", FromSender | ToRank),
+    "receiver": _Kind[FromReceiver | FromRank](b"C", FromReceiver | FromRank),
 }
 
 

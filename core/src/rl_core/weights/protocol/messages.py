@@ -8,7 +8,7 @@ import msgspec
 
 from rl_core.interfaces.weights import Box  # noqa: TC001 - msgspec resolves it
 
-PROTOCOL = 7
+PROTOCOL = 8
 """Version of all that crosses between the two sides, which refuse each other if it differs."""
 
 
@@ -21,10 +21,10 @@ class _InSession(_Message, frozen=True):
 
 
 class Hello(_Message, frozen=True):
-    """Receiver: here I am. Repeated until an offer comes.
+    """Receiver, or another rank of the trainer: here I am. Repeated until an offer comes.
 
     ``nonce`` has 16 bytes that this connection alone uses. ``number`` is that of the refit that
-    this side is to take.
+    this side is to take. ``rank`` is 0 for a receiver.
     """
 
     receiver: str
@@ -32,6 +32,7 @@ class Hello(_Message, frozen=True):
     pid: int
     nonce: bytes
     number: int
+    rank: int = 0
 
 
 class Offer(_InSession, frozen=True):
@@ -140,10 +141,14 @@ class Done(_InSession, frozen=True):
 
 
 class Abort(_InSession, frozen=True):
-    """Sender: given up. ``kind`` is the name of the error class behind it."""
+    """Sender: given up. ``kind`` is the name of the error class behind it.
+
+    ``number`` is that of the refit that the sender is at, for a rank that is at another one.
+    """
 
     kind: str
     message: str
+    number: int = 0
 
 
 class Failed(_InSession, frozen=True):
@@ -154,5 +159,101 @@ class Failed(_InSession, frozen=True):
     torn: bool
 
 
+# -- between rank 0, which decides, and the other ranks of the trainer -----------------------------
+
+
+class RankReady(_InSession, frozen=True):
+    """Rank: I have the offered tensors.
+
+    ``state`` is the :attr:`WeightSource.state` of my weights, ``keeps`` has the boxes of my pieces,
+    by the tensor's index, of tensors that I do not have whole; ``pid`` and ``host`` are those of my
+    process.
+    """
+
+    state: int
+    keeps: dict[int, tuple[Box, ...]]
+    pid: int
+    host: str
+
+
+class HashParts(_InSession, frozen=True):
+    """Rank 0: send me the digests of the parts with a 1 in ``mask``, in the dtypes that travel."""
+
+    dtypes: dict[str, str]
+    cuts: dict[int, tuple[tuple[int, ...], ...]]
+    mask: bytes
+    bucket_bytes: int
+    hash: str
+    private: bool
+    token: str
+
+
+class PartsHashed(_InSession, frozen=True):
+    """Rank: these are they, 16 bytes each, in the order of the parts."""
+
+    digests: bytes
+
+
+class PrepareRank(_InSession, frozen=True):
+    """Rank 0: make your lane.
+
+    ``skip`` has a byte for each part, 1 for those that do not come from you; ``address`` is that of
+    rank 0's end of the transport, ``receivers`` are those who attach to the lane, and ``gpus`` are
+    the GPUs that each of them reaches. All else is as in a receiver's ``Prepare``.
+    """
+
+    dtypes: dict[str, str]
+    cuts: dict[int, tuple[tuple[int, ...], ...]]
+    skip: bytes
+    bucket_bytes: int
+    direct: bool
+    hash: str
+    token: str
+    transport: str
+    address: dict[str, Any]
+    receivers: tuple[str, ...]
+    gpus: tuple[tuple[str, ...], ...]
+
+
+class RankPrepared(_InSession, frozen=True):
+    """Rank: it is made; or, with a ``reason``, direct is not possible here."""
+
+    plan: str = ""
+    ref: dict[str, Any] = {}
+    reason: str = ""
+    extra_bytes: int = 0
+
+
+class PackBucket(_InSession, frozen=True):
+    """Rank 0: put a bucket into your lane."""
+
+    index: int
+
+
+class BucketPacked(_InSession, frozen=True):
+    """Rank: it is there; ``digests`` as in ``BucketReady``."""
+
+    index: int
+    digests: bytes
+
+
+class ConfirmRank(_InSession, frozen=True):
+    """Rank 0: make sure that all that you gave is of one state."""
+
+
+class RankConfirmed(_InSession, frozen=True):
+    """Rank: it is, and ``state`` is still that of my weights."""
+
+    state: int
+
+
+class Over(_InSession, frozen=True):
+    """Rank 0: the version was committed; this is the report."""
+
+    report: dict[str, Any]
+
+
 FromSender = Offer | Prepare | BucketReady | Seal | Commit | Abort
 FromReceiver = Ready | Prepared | Loaded | Sealed | Done | Failed
+ToRank = HashParts | PrepareRank | PackBucket | ConfirmRank | Over
+FromRank = RankReady | PartsHashed | RankPrepared | BucketPacked | RankConfirmed

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from rl_core import errors
@@ -21,9 +21,10 @@ from rl_core.weights.protocol.timing import report_margin_s
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from rl_core.weights.protocol.messages import Offer, Prepare, Ready
+    from rl_core.weights.protocol.messages import Offer, Prepare, RankReady, Ready
 
 __all__ = [
+    "Answered",
     "Attach",
     "Confirm",
     "Effect",
@@ -31,6 +32,8 @@ __all__ = [
     "Load",
     "MakePlan",
     "Pack",
+    "Packed",
+    "Perform",
     "Phase",
     "Publish",
     "Send",
@@ -75,9 +78,17 @@ class Send:
 
 @dataclass(frozen=True, slots=True)
 class MakePlan:
-    """Sender: lay the tensors out for the receivers' answers, then call ``planned``."""
+    """Sender: lay the tensors out for the answers of receivers and ranks, then call ``planned``."""
 
     ready: Mapping[str, Ready]
+    ranks: Mapping[int, RankReady] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Answered:
+    """Sender: the answers of all other ranks to what ``ask`` sent them."""
+
+    answers: Mapping[int, Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +96,15 @@ class Pack:
     """Sender: put a bucket into the lane, then call ``packed``."""
 
     index: int
+
+
+@dataclass(frozen=True, slots=True)
+class Packed:
+    """Sender: a rank has put a bucket into its lane; note its digests, then call ``packed``."""
+
+    index: int
+    digests: bytes
+    lane: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +147,26 @@ class Publish:
     version: int
 
 
-Effect = Send | MakePlan | Pack | Confirm | Attach | Load | Install | Publish
+@dataclass(frozen=True, slots=True)
+class Perform:
+    """Rank: do what rank 0 wants, then call ``answer``."""
+
+    message: Any
+
+
+Effect = (
+    Send
+    | MakePlan
+    | Answered
+    | Pack
+    | Packed
+    | Confirm
+    | Attach
+    | Load
+    | Install
+    | Publish
+    | Perform
+)
 
 
 class Session(ABC):
@@ -192,9 +231,8 @@ class Session(ABC):
     def fail(self, error: BaseException) -> list[Effect]:
         """Ends the session for a reason on this side, and tells the others."""
 
-    def _refuse(self, what: str, peer: str = "") -> list[Effect]:
+    def _refuse(self, what: str, **details: Any) -> list[Effect]:
         """Ends the session for a message that is not legal now."""
-        details = {"peer": peer} if peer else {}
         return self.fail(RefitProtocolError(f"{self.phase}: {what}", **details))
 
     @abstractmethod

@@ -6,17 +6,18 @@ from collections.abc import Generator
 from contextlib import closing
 from typing import TYPE_CHECKING
 
+import msgspec
 import torch
 
 from rl_core.errors import ManifestMismatchError
 from rl_core.weights.data.digests import Hasher, copy_run
 from rl_core.weights.data.manifest import dtype_of
-from rl_core.weights.data.parts import Part, box_of, narrowed
+from rl_core.weights.data.parts import Part, box_of, narrowed, sizes_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    from rl_core.interfaces.weights import Box, Piece, TensorSpec, WeightSource
+    from rl_core.interfaces.weights import Piece, TensorSpec, WeightSource
     from rl_core.weights.data.digests import BlockHash, DigestTable
     from rl_core.weights.data.manifest import WeightManifest
     from rl_core.weights.data.parts import Partition
@@ -132,7 +133,8 @@ def sent_parts(
     """The elements of parts in order, in the source's dtypes.
 
     Args:
-        source: Gives whole tensors, if there are no pieces.
+        source: Gives whole tensors, if there are no pieces, and makes those pieces that have no
+            tensor.
         parts: Of the tensors, in the dtypes that travel.
         manifest: The source's.
         sent: Indices of the parts.
@@ -140,21 +142,33 @@ def sent_parts(
     """
     owned = parts.manifest.owned
     if pieces is not None:
-        places: dict[int, tuple[Box, torch.Tensor]] = {}
-        for name, box, tensor in pieces:
-            if (index := parts.whole.index.get(name)) is None or tensor is None:
+        places: dict[int, Piece] = {}
+        for piece in pieces:
+            if (index := parts.whole.index.get(piece.name)) is None:
                 continue
-            if tensor.dtype != dtype_of(spec := manifest.by_name[name]):
+            spec, tensor = manifest.by_name[piece.name], piece.tensor
+            if tensor is not None and tensor.dtype != dtype_of(spec):
                 raise ManifestMismatchError(
-                    f"{name}: a piece of the weight source is {tensor.dtype}, not {spec.dtype}",
+                    f"{spec.name}: a piece of the weight source is {tensor.dtype}, not "
+                    f"{spec.dtype}",
                     fix="make its pieces() give tensors of the declared dtypes",
-                    mistyped=[name],
+                    mistyped=[spec.name],
                 )
-            for part in parts.of_box(index, box):
-                places[part] = box, tensor
-        for part in sent:
-            box, tensor = places[part]
-            yield owned[part], narrowed(tensor, box, owned[part])
+            for part in parts.of_box(index, piece.box):
+                places[part] = piece
+        sent = list(sent)
+        made = {places[n].name: places[n].box for n in sent if places[n].tensor is None}
+        specs = [
+            msgspec.structs.replace(manifest.by_name[name], shape=sizes_of(box))
+            for name, box in made.items()
+        ]
+        with closing(checked_tensors(source, specs)) as given:
+            last = ""
+            for part in sent:
+                name, box, tensor = places[part]
+                if tensor is None and name != last:
+                    last, now = name, next(given)[1]
+                yield owned[part], narrowed(now if tensor is None else tensor, box, owned[part])
         return
     of: dict[str, list[TensorSpec]] = {}
     for one in (owned[part] for part in sent):

@@ -26,6 +26,7 @@ class GuardedSource(WeightSource):
             takes a text that names where the refit is (such as ``", at lm_head.weight"``).
         rename: Gives a tensor its new name, or None to leave it out. Of tensors that are tied to
             one that is left out, the first then stands for it.
+        state: Gives :attr:`WeightSource.state`, if the source does not.
     """
 
     def __init__(
@@ -33,7 +34,9 @@ class GuardedSource(WeightSource):
         source: WeightSource,
         unchanged: Callable[..., None],
         rename: Callable[[str], str | None] = str,
+        state: Callable[[], int] | None = None,
     ) -> None:
+        self._state = state
         self.device = source.device
         self._source = source
         self._unchanged = unchanged
@@ -41,6 +44,12 @@ class GuardedSource(WeightSource):
         self._old: dict[str, str] = {}  # by new name
         self._owner: dict[str, str] = {}  # the old name of what the refit reads, by new name
         self._specs: list[TensorSpec] = []
+
+    @property
+    def state(self) -> int:  # type: ignore[override]
+        """See :attr:`WeightSource.state`; raises LifecycleError if the weights have changed."""
+        self._unchanged()
+        return self._source.state if self._state is None else self._state()
 
     def specs(self) -> Sequence[TensorSpec]:
         """See :meth:`WeightSource.specs`."""
@@ -67,10 +76,6 @@ class GuardedSource(WeightSource):
     def open(self, number: int, deadline_s: float) -> None:
         """See :meth:`WeightSource.open`."""
         self._source.open(number, deadline_s)
-
-    def check(self) -> None:
-        """See :meth:`WeightSource.check`."""
-        self._source.check()
 
     def tensors(self, names: Sequence[str]) -> Iterator[tuple[str, torch.Tensor]]:
         """See :meth:`WeightSource.tensors`."""

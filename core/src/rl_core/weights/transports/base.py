@@ -277,6 +277,14 @@ class Transport(ABC):
             RefitProtocolError: The address is malformed.
         """
 
+    def rank(self, address: Mapping[str, Any]) -> SenderEnd:
+        """An end at which another rank of the trainer makes lanes, and nothing else.
+
+        Args:
+            address: :attr:`SenderEnd.address` of rank 0.
+        """
+        return self.sender()
+
     def remove_leftovers(self, address: Mapping[str, Any]) -> None:
         """Removes what a sender that was killed left behind there; nothing of one that lives.
 

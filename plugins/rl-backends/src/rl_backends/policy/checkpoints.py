@@ -23,7 +23,7 @@ from rl_core.errors import CheckpointError, LifecycleError
 if TYPE_CHECKING:
     from collections.abc import Generator
 
-    from rl_backends.gathering.changes import WeightChanges
+    from rl_backends.changes import WeightChanges
     from rl_backends.policy.randomness import RandomStream
     from rl_backends.policy.ranks import RankGroup
 

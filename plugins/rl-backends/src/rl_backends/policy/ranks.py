@@ -15,8 +15,9 @@ import torch
 from torch import distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
-from rl_backends.gathering import RankProcess, gather, other_weights
-from rl_backends.gathering.changes import torn_weights
+from rl_backends.changes import torn_weights
+from rl_backends.ranks import RankProcess
+from rl_backends.refit_ranks import gather
 from rl_core.errors import ConfigError, DeadlineError, TrainingError, WorkerDiedError
 from rl_core.weights.protocol.timing import EXIT_VISIBLE_S, TICK_S
 from rl_core.weights.transports.cuda import uuid_of
@@ -24,7 +25,7 @@ from rl_core.weights.transports.cuda import uuid_of
 if TYPE_CHECKING:
     from collections.abc import Generator, Iterable
 
-    from rl_backends.gathering.changes import WeightChanges
+    from rl_backends.changes import WeightChanges
     from rl_core.interfaces import WorkerContext
 
 __all__ = ["RankGroup", "meet"]
@@ -186,7 +187,7 @@ class RankGroup:
             if torn:
                 raise torn_weights(f"rank {rank}", torn)
             if state != everybody[0][0]:
-                raise other_weights(self._processes[rank], state, everybody[0][0])
+                raise self._processes[rank].in_another_state(state, everybody[0][0])
 
     @contextmanager
     def all_or_none(self, what: str) -> Generator[None]:

@@ -5,11 +5,10 @@ from __future__ import annotations
 from abc import abstractmethod
 from typing import TYPE_CHECKING, Any
 
-from rl_backends.gathering import GatheredSource
-from rl_backends.gathering.changes import WeightChanges
+from rl_backends.changes import WeightChanges
 from rl_backends.policy.loop_checks import LoopChecks
 from rl_backends.spellings import SendsWeights
-from rl_core.errors import CapabilityError, ConfigError
+from rl_core.errors import CapabilityError
 from rl_core.interfaces import ColocatablePolicyInterface
 from rl_core.weights import RefitSender, SendOptions
 from rl_core.weights.sending.sources import GuardedSource
@@ -17,7 +16,6 @@ from rl_core.weights.sending.sources import GuardedSource
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from rl_backends.gathering import RefitRanks
     from rl_core.batch import BatchedDataDict
     from rl_core.interfaces import (
         Future,
@@ -25,6 +23,7 @@ if TYPE_CHECKING:
         WeightSource,
         WorkerContext,
     )
+    from rl_core.weights.sending.ranks import Ranks
 
 __all__ = ["PolicyRefits"]
 
@@ -34,14 +33,15 @@ class PolicyRefits(SendsWeights, ColocatablePolicyInterface):
 
     Args:
         worker: Given when it is one of several workers, all of which are called for a refit. The
-            first one sends. Where it does not have all weights itself, each sets
-            :attr:`refit_ranks` when it is built, and :meth:`weight_source` returns a
-            :class:`~rl_backends.gathering.GatheredSource`.
+            first one decides on it. Where it does not have all weights itself, each sets
+            :attr:`refit_ranks` when it is built, and its :meth:`weight_source` gives the pieces
+            that it has.
 
     Attributes:
         config: What the policy was built with; a subclass sets it.
         worker: Who this is, if it is one of several workers.
-        refit_ranks: Those that a refit needs; None if the first worker has all weights itself.
+        refit_ranks: Those that a refit needs (:class:`~rl_backends.refit_ranks.RefitRanks`); None
+            if the first worker has all weights itself.
         loop_checks: Refuses, or warns of, training calls that would go wrong without a word.
         changes: What changes the weights does so in ``with self.changes.declared()``; a refit that
             reads them meanwhile then fails.
@@ -51,7 +51,6 @@ class PolicyRefits(SendsWeights, ColocatablePolicyInterface):
 
     def __init__(self, worker: WorkerContext | None = None) -> None:
         self.worker = worker
-        self.refit_ranks: RefitRanks | None = None
         self.changes = WeightChanges()
         self._sender = RefitSender(self.refit_source, name=type(self).__name__)
         self.loop_checks = LoopChecks(
@@ -73,7 +72,15 @@ class PolicyRefits(SendsWeights, ColocatablePolicyInterface):
     def refit_source(self) -> WeightSource:
         """What a refit reads: :meth:`weight_source`, as long as its tensors are of one state."""
         unchanged = self.changes.watch()
-        return GuardedSource(self.weight_source(), unchanged)
+        return GuardedSource(self.weight_source(), unchanged, state=lambda: self.changes.state)
+
+    @property
+    def refit_ranks(self) -> Ranks | None:  # noqa: D102
+        return self._sender.ranks
+
+    @refit_ranks.setter
+    def refit_ranks(self, ranks: Ranks) -> None:
+        self._sender.ranks = ranks
 
     @property
     def weights_origin(self) -> int:
@@ -93,34 +100,13 @@ class PolicyRefits(SendsWeights, ColocatablePolicyInterface):
         return super().init_collective(ip, port, world_size, train_world_size=train_world_size)
 
     def send_weights(self, **options: Any) -> list[Future]:
-        """Sends, or follows who does."""
-        sender, ranks = self._sender, self.refit_ranks
-
-        def part() -> GatheredSource:
-            source = self.weight_source()
-            if not isinstance(source, GatheredSource):
-                raise ConfigError(
-                    f"{type(self).__name__} sets refit_ranks, but its weight source does not "
-                    f"gather tensors of other ranks: {type(source).__name__}",
-                    fix="make weight_source return a GatheredSource, or leave refit_ranks out",
-                    key="refit_ranks",
-                )
-            return source
-
-        if ranks is None:
-            SendOptions.of(options)  # refused on all ranks alike
-            return super().send_weights(**options) if self._sends else []
+        """Sends, or takes part in the refit of the worker that does."""
         if self._sends:
-            return [ranks.leader.send(sender, options)]
-        with sender.asking:
-            sender.number = sender.next_number(SendOptions(number=options.get("number")).number)
-            deadline_s = SendOptions.of(options).deadline_s
-            return [ranks.follower.follow(part, sender.number, deadline_s)]
-
-    def cancel_refit(self, number: int) -> None:
-        """See :meth:`ColocatablePolicyInterface.cancel_refit`."""
-        if not self._sender.cancel(number) and self._sends and self.refit_ranks is not None:
-            self.refit_ranks.leader.dismiss(number, "it was cancelled")
+            return super().send_weights(**options)
+        if self.refit_ranks is not None:
+            return [self._sender.follow(**options)]
+        SendOptions.of(options)  # refused on all ranks alike
+        return []
 
     def close_refits(self) -> None:
         """Ends all refits, and closes sockets and shared memory; for ``shutdown``. Idempotent.
@@ -129,8 +115,6 @@ class PolicyRefits(SendsWeights, ColocatablePolicyInterface):
             DeadlineError: A refit hangs in the backend's code.
         """
         self._sender.close()
-        if self.refit_ranks is not None:
-            self.refit_ranks.close()
 
     def weights_moved(self) -> None:
         """To be called when the weights have left the memory that engines read them in.

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from rl_backends.gathering import join_ranks
 from rl_backends.inputs import as_batch
 from rl_backends.policy.loop import checkpoint_path, scalars, timed
 from rl_backends.policy.loop_checks import LoopChecks, reward_spread
+from rl_backends.refit_ranks import join_ranks
 from rl_backends.spellings import SendsWeights
 from rl_core.interfaces import ColocatablePolicyInterface as Colocatable
 from rl_core.interfaces import PolicyInterface

@@ -246,7 +246,7 @@ def a_stranger_on_the_socket_is_refused(ctx: Context, transport: str) -> None:
         context.destroy(0)
     same(report.receivers, 1, "receivers of the report")
     same_weights(engine.tensors, policy.tensors, "the engine")
-    token = policy.sender.token.encode()
+    token = policy.sender.kept.token.encode()
     for what, secret in (("the token", token), ("an offer", b"Offer")):
         leaked = [frame for frame in answers if secret in frame]
         same(leaked, [], f"frames with {what} that were sent to a stranger")

@@ -1,15 +1,14 @@
 """The reference policy with its weights spread over ranks: each keeps a part of every tensor.
 
 Ranks of one copy of the model have the same rows; copies are data-parallel. A rank has whole
-tensors only while it computes, and rank 0 those that a refit reads, one after the other. Each rank
-of a copy computes all of it, or the logits of its part of the vocabulary.
+tensors only while it computes. Each rank of a copy computes all of it, or the logits of its part of
+the vocabulary.
 """
 
 from __future__ import annotations
 
 import secrets
 from contextlib import contextmanager
-from datetime import timedelta
 from typing import TYPE_CHECKING, Annotated, Any, NotRequired
 
 import torch
@@ -17,7 +16,7 @@ import transformers.models.auto.modeling_auto  # noqa: F401 - before workers are
 from torch import distributed as dist
 from torch import nn
 
-from rl_backends.gathering import GatheredSource, RefitRanks
+from rl_backends.refit_ranks import RefitRanks
 from rl_conformance.reference.config import ReferencePolicyConfig
 from rl_conformance.reference.generation import ReferenceGeneration
 from rl_conformance.reference.policy import ReferencePolicy
@@ -25,7 +24,7 @@ from rl_conformance.reference.stepping import make_optimizer
 from rl_conformance.reference.vocabulary import Vocabulary
 from rl_core.config import Range
 from rl_core.errors import ConfigError
-from rl_core.interfaces import DataParallelRank
+from rl_core.interfaces import DataParallelRank, Piece, WeightSource
 from rl_core.weights.tensors import module_tensors, tensor_specs
 
 if TYPE_CHECKING:
@@ -35,12 +34,9 @@ if TYPE_CHECKING:
     from rl_backends import Completion, PromptBatch, SamplingParams
     from rl_backends.policy.steps import StepResult
     from rl_core.batch import BatchedDataDict
-    from rl_core.interfaces import TensorSpec, WeightSource, WorkerContext
+    from rl_core.interfaces import TensorSpec, WorkerContext
 
 __all__ = ["ShardedReferenceConfig", "ShardedReferencePolicy", "ShardedSource"]
-
-#: What hangs in a gather because a rank has died ends then; one that is slow must not.
-_GATHER = timedelta(seconds=20)
 
 
 class ShardedReferenceConfig(ReferencePolicyConfig):
@@ -134,7 +130,6 @@ class ShardedReferencePolicy(ReferencePolicy):
             )
         copies = [list(range(first, first + self.shards)) for first in range(0, size, self.shards)]
         self.copy_group = _own(copies, worker.rank)
-        self.refit_group = _own(copies, worker.rank, timeout=_GATHER)
         rows = [list(range(shard, size, self.shards)) for shard in range(self.shards)]
         self.row_group = _own(rows, worker.rank)
         self.copies = len(copies)
@@ -164,24 +159,14 @@ class ShardedReferencePolicy(ReferencePolicy):
             parameter.grad = None
             parameter.data = parameter.data.new_empty(0)
 
-    def gathered(self, name: str, part: torch.Tensor, group: Any) -> torch.Tensor:
-        """The whole tensor, of the same rows that a split gives.
-
-        On all ranks of a copy; for a refit on rank 0 alone, so that the others wait for nobody else
-        where one of them has died.
-        """
+    def gathered(self, name: str, part: torch.Tensor) -> torch.Tensor:
+        """The whole tensor, of the same rows that a split gives, on all ranks of a copy."""
         shape = next(tuple(spec.shape) for spec in self._specs if spec.name == name)
         rows = -(-shape[0] // self.shards)
         sent = part.new_zeros(rows, *shape[1:])
         sent[: len(part)] = part.detach()
         parts = [torch.empty_like(sent) for _ in range(self.shards)]
-        if group is not self.refit_group:
-            dist.all_gather(parts, sent, group=group)
-        elif dist.get_rank():
-            dist.gather(sent, None, dst=0, group=group)
-            return sent
-        else:
-            dist.gather(sent, parts, dst=0, group=group)
+        dist.all_gather(parts, sent, group=self.copy_group)
         counts = [len(p) for p in torch.empty(shape[0]).tensor_split(self.shards)]
         return torch.cat([p[:count] for p, count in zip(parts, counts, strict=True)])
 
@@ -194,7 +179,7 @@ class ShardedReferencePolicy(ReferencePolicy):
         self._is_whole = True
         try:
             for name, parameter in self.model.named_parameters():
-                parameter.data = self.gathered(name, self.parts.by_name[name], self.copy_group)
+                parameter.data = self.gathered(name, self.parts.by_name[name])
             yield
         finally:
             self._is_whole = False
@@ -300,7 +285,7 @@ class ShardedReferencePolicy(ReferencePolicy):
                     for key, value in parts.state.get(self.parts.by_name[name], {}).items():
                         whole = value
                         if value.dim():
-                            whole = self.gathered(name, value, self.copy_group)
+                            whole = self.gathered(name, value)
                         self.optimizer.state[parameter][key] = whole
                 for given, kept in zip(
                     self.optimizer.param_groups, parts.param_groups, strict=True
@@ -366,15 +351,14 @@ class _OwnGeneration(ReferenceGeneration):
         return self._policy.all_outputs(ids)
 
 
-class ShardedSource(GatheredSource):
-    """The tensors of a sharded policy, each put together when it is read.
+class ShardedSource(WeightSource):
+    """A rank's rows of the tensors of a sharded policy.
 
     Args:
         policy: Whose.
     """
 
     def __init__(self, policy: ShardedReferencePolicy) -> None:
-        super().__init__(policy.refit_ranks, policy.changes)
         self._policy = policy
         policy.sources["made"] += 1
 
@@ -382,25 +366,39 @@ class ShardedSource(GatheredSource):
         """See :meth:`WeightSource.specs`."""
         return self._policy.specs
 
-    def gather(self, name: str) -> torch.Tensor | None:
-        """See :meth:`GatheredSource.gather`; copies after the first have nothing to give."""
-        policy = self._policy
-        assert policy.data_parallel is not None
+    def pieces(self) -> Sequence[Piece]:
+        """See :meth:`WeightSource.pieces`; copies of the model have the same ones."""
+        policy, found = self._policy, []
         assert policy.parts is not None
-        if policy.data_parallel.rank:
-            return None
-        part = policy.parts.by_name.get(name)
-        if part is None:  # a buffer, which every rank has
-            tensor: torch.Tensor = policy.model.state_dict()[name]
-            return tensor
-        return policy.gathered(name, part, policy.refit_group)
+        assert policy.worker is not None
+        shard, buffers = policy.worker.rank % policy.shards, policy.model.state_dict()
+        for spec in self.specs():
+            part = policy.parts.by_name.get(spec.name)
+            if part is None:  # a buffer, which every rank has
+                found.append(Piece.whole(spec.name, buffers[spec.name]))
+            elif len(part):
+                split = torch.empty(spec.shape[0]).tensor_split(policy.shards)
+                first = sum(map(len, split[:shard]))
+                others = [(0, size) for size in spec.shape[1:]]
+                box = ((first, first + len(part)), *others)
+                found.append(Piece(spec.name, box, part.detach()))
+        return found
 
-    def close_part(self) -> None:
-        """See :meth:`GatheredSource.close_part`."""
+    def tensors(self, names: Sequence[str]) -> Iterator[tuple[str, torch.Tensor]]:
+        """See :meth:`WeightSource.tensors`; of what is whole here."""
+        for piece in self.pieces():
+            if piece.name in names and piece.tensor is not None:
+                yield piece.name, piece.tensor
+
+    def confirm(self) -> None:
+        """Nothing: the policy's changes are declared."""
+
+    def close(self) -> None:
+        """See :meth:`WeightSource.close`."""
         self._policy.sources["closed"] += 1
 
 
-def _own(groups: Sequence[Sequence[int]], rank: int, timeout: timedelta | None = None) -> Any:
+def _own(groups: Sequence[Sequence[int]], rank: int) -> Any:
     """Makes all of the groups, as every rank must; the one that this rank is in."""
-    made = [(members, dist.new_group(list(members), timeout=timeout)) for members in groups]
+    made = [(members, dist.new_group(list(members))) for members in groups]
     return next(group for members, group in made if rank in members)

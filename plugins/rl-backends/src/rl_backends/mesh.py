@@ -6,8 +6,6 @@ import os
 import time
 import weakref
 from collections import Counter
-from datetime import timedelta
-from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -17,17 +15,14 @@ from torch.distributed import distributed_c10d as c10d
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from rl_backends.gathering.changes import WatchedTensors, WeightChanges
-from rl_backends.gathering.dtensors import GATHER_TIMEOUT_S, DTensorSource, whole_on_first
-from rl_backends.gathering.processes import RankProcess
-from rl_backends.gathering.source import RefitRanks
 from rl_backends.pieces import local_part, pieces_of
+from rl_backends.ranks import ConnectedRanks, RankProcess
+from rl_backends.refit_ranks import listen
 from rl_core.errors import CapabilityError, DeadlineError, RefitPeerError
 from rl_core.futures import spawn, time_left, wait
 from rl_core.ports import default_address
 from rl_core.weights.options import DEFAULT_DEADLINE_S
 from rl_core.weights.protocol.timing import TICK_S
-from rl_core.weights.tensors import NamedTensorSource
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -35,11 +30,11 @@ if TYPE_CHECKING:
     from torch import nn
 
 
-class MeshRanks(RefitRanks):
+class MeshRanks(ConnectedRanks):
     """The ranks of a module's meshes: each makes one when it first refits the module.
 
     Rank 0 waits for nobody: it leaves its address in the store of torch.distributed, and the other
-    ranks come to its refits. They make a process group when they first gather a tensor.
+    ranks come to its refits.
 
     Args:
         members: The numbers that the ranks have in torch.distributed, in order; the first sends.
@@ -48,7 +43,7 @@ class MeshRanks(RefitRanks):
 
     Attributes:
         members: As given.
-        changes: Of this rank's weights: the steps.
+        steps: How often an optimizer has stepped on this rank's tensors of the module.
 
     Raises:
         RefitPeerError: Rank 0 did not come within the time that its caller has.
@@ -56,37 +51,24 @@ class MeshRanks(RefitRanks):
 
     def __init__(self, members: tuple[int, ...], place: int, model: nn.Module) -> None:
         self.members = members
-        self.changes = WeightChanges()
+        self.steps = 0
         self._key = f"rl-refit/{'-'.join(map(str, members))}/{place}"
         self._store = c10d._get_default_store()
-        host = default_address(os.environ.get("MASTER_ADDR", "127.0.0.1"))
-        self._join(members.index(dist.get_rank()), len(members), host, self._find)
-        changes, reference = self.changes, weakref.ref(model)
+        rank, host = members.index(dist.get_rank()), os.environ.get("MASTER_ADDR", "127.0.0.1")
+        server, mine = listen(rank, len(members), default_address(host))
+        super().__init__(rank, self._find(mine), server, count_alike=False)
+        reference = weakref.ref(model)
 
         def stepped(optimizer: Any, args: Any, kwargs: Any) -> None:
             if (model := reference()) is not None:
                 ours = {id(p) for p in model.parameters()}
                 groups = optimizer.param_groups
-                changes.state += any(id(p) in ours for group in groups for p in group["params"])
+                self.steps += any(id(p) in ours for group in groups for p in group["params"])
 
         self._hook = register_optimizer_step_post_hook(stepped)
 
-    @cached_property
-    def _group(self) -> Any:
-        store = c10d.PrefixStore(f"{self._key}/tensors", self._store)
-        timeout = timedelta(seconds=GATHER_TIMEOUT_S)
-        return dist.ProcessGroupGloo(store, self.rank, self.size, timeout)
-
-    def part(self, tensors: Mapping[str, torch.Tensor]) -> MeshPart:
-        """This rank's part of a refit of the module's tensors, by name."""
-        return MeshPart(self, tensors)
-
-    def whole(self, tensor: torch.Tensor) -> torch.Tensor | None:
-        """Puts a tensor together; see :func:`whole_on_first`."""
-        return whole_on_first(tensor, self._group, self.members, torch.device("cpu"))
-
     def close(self) -> None:
-        """See :meth:`RefitRanks.close`."""
+        """See :meth:`ConnectedRanks.close`."""
         self._hook.remove()
         super().close()
 
@@ -118,27 +100,6 @@ class MeshRanks(RefitRanks):
             )
         first = msgspec.json.decode(text, type=RankProcess)
         return [first, *(RankProcess(rank, mine.size) for rank in range(1, mine.size))]
-
-
-class MeshPart(DTensorSource):
-    """One rank's part of a refit of a module.
-
-    Attributes:
-        watched: The tensors, from when this was made.
-    """
-
-    def __init__(self, ranks: MeshRanks, tensors: Mapping[str, torch.Tensor]) -> None:
-        super().__init__(ranks, ranks.changes, NamedTensorSource(tensors), ranks.whole)
-        self.watched = WatchedTensors(tensors.values())
-
-    def confirm_part(self) -> None:
-        """See :meth:`Part.confirm_part`."""
-        super().confirm_part()
-        self.watched.check()
-
-    def close_part(self) -> None:
-        """See :meth:`Part.close_part`."""
-        self.watched.close()
 
 
 #: Modules of this process, by the ranks of their meshes.

@@ -1,99 +1,58 @@
-"""The ranks of a trainer: which process each one is, and what became of it."""
+"""The ranks of a trainer: how they meet for its refits, and what the calls of all come to."""
 
 from __future__ import annotations
 
 import concurrent.futures
 import json
-import os
+import secrets
 import time
-from contextlib import suppress
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 import torch
 
-from rl_core.errors import ConfigError, LifecycleError, RefitPeerError, RLError
+from rl_backends.ranks import ConnectedRanks, RankProcess
+from rl_core.errors import ConfigError, RefitPeerError, RLError
 from rl_core.futures import as_concurrent, spawn
 from rl_core.weights.protocol.session import Phase, repeats_peer_error
-from rl_core.weights.protocol.timing import DRIVER_GRACE_S, EXIT_VISIBLE_S
+from rl_core.weights.protocol.timing import DRIVER_GRACE_S
+from rl_core.weights.transports.control import ControlServer
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from rl_core.interfaces import Future
 
+__all__ = ["RefitRanks", "exchange", "gather", "join_ranks", "listen"]
 
-class RankProcess(msgspec.Struct, frozen=True):
-    """The process of one rank.
 
-    Attributes:
-        rank: Its number.
-        size: How many there are.
-        pid: Its process; 0 where it is not known.
-        host: Distinguishes processes on different hosts that have this pid.
-        endpoint: Where rank 0 listens.
-        key: With which one is let in there.
+class RefitRanks(ConnectedRanks):
+    """The ranks of one trainer in its refits, made by all of them at the same time.
+
+    Args:
+        group: A process group of torch over all ranks that takes tensors of the CPU (gloo). It is
+            used here, to meet, and never again.
+        address: Of rank 0, at which the others reach it. Between hosts, one of a private network.
+
+    Raises:
+        ConfigError: The group takes no tensors of the CPU.
+        RefitError: The address is not this host's.
     """
 
-    rank: int
-    size: int
-    pid: int = 0
-    host: str = ""
-    endpoint: str = ""
-    key: str = ""
-
-    @classmethod
-    def here(cls, rank: int, size: int, endpoint: str = "", key: str = "") -> RankProcess:
-        """This process."""
-        return cls(rank, size, os.getpid(), _host(), endpoint, key)
-
-    def __str__(self) -> str:
-        process = f" (process {self.pid})" if self.pid else ""
-        return f"rank {self.rank} of {self.size}{process}"
-
-    def state(self) -> str:
-        """``"ended"``, ``"stopped"`` or ``"runs"``; empty if it is on another host."""
-        if self.host != _host():
-            return ""
-        try:
-            text = Path(f"/proc/{self.pid}/stat").read_text(encoding="ascii", errors="replace")
-        except OSError:
-            return "ended"
-        letter = text.rpartition(")")[2].split()[0]
-        return {"Z": "ended", "X": "ended", "T": "stopped", "t": "stopped"}.get(letter, "runs")
-
-    def describe_state(self) -> str:
-        """What became of it, now that its connection is lost."""
-        end = time.monotonic() + EXIT_VISIBLE_S
-        while (state := self.state()) == "runs" and time.monotonic() < end:
-            time.sleep(0.01)
-        return {
-            "ended": "has ended",
-            "stopped": "does not answer: its process is stopped",
-            "runs": "does not answer",
-        }.get(state, "has ended or does not answer")
-
-    def lost(self) -> RefitPeerError:
-        """The error for its end, now that its connection is lost."""
-        return RefitPeerError(
-            f"{self} {self.describe_state()}",
-            fix="look at that worker's log; if its process has ended, build the policy again",
-            peer=f"rank {self.rank}",
-            rank=self.rank,
-        )
+    def __init__(self, group: Any, *, address: str = "127.0.0.1") -> None:
+        rank, size = group.rank(), group.size()
+        server, mine = listen(rank, size, address)
+        super().__init__(rank, exchange(group, mine), server)
 
 
-def other_weights(process: RankProcess, state: int, first: int) -> LifecycleError:
-    """The error for a rank with weights of another state than rank 0's."""
-    return LifecycleError(
-        f"{process} is at step or load number {state}, rank 0 at {first}: their weights are not "
-        "parts of one model",
-        fix="load one checkpoint on all ranks, or build the policy again; then look for a call "
-        "that failed on one rank, or that only some ranks made",
-        peer=f"rank {process.rank}",
-        rank=process.rank,
-    )
+def listen(rank: int, size: int, address: str) -> tuple[ControlServer | None, RankProcess]:
+    """This rank's process; that of rank 0 listens at an address of its own."""
+    if rank:
+        return None, RankProcess.here(rank, size)
+    host = f"[{address}]" if ":" in address else address
+    server = ControlServer(f"tcp://{host}:*", encrypted=True)
+    token = secrets.token_hex(32)
+    return server, RankProcess.here(0, size, server.endpoint, server.key, token)
 
 
 def exchange(group: Any, mine: RankProcess) -> list[RankProcess]:
@@ -132,16 +91,6 @@ def gather(group: Any, value: Any) -> list[Any]:
     group.allgather([parts], [padded]).wait()
     cut = [part[: int(size)] for part, size in zip(parts, sizes, strict=True)]
     return [json.loads(bytes(text.tolist())) for text in cut]
-
-
-def _host() -> str:
-    """A name that no other host, and no other container with separate pids, has."""
-    parts = []
-    with suppress(OSError):
-        parts.append(Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip())
-    with suppress(OSError):
-        parts.append(os.readlink("/proc/self/ns/pid"))
-    return " ".join(parts) or os.uname().nodename
 
 
 def join_ranks(calls: Sequence[Future]) -> concurrent.futures.Future[Any]:

@@ -1,0 +1,199 @@
+"""One refit of another rank than 0: packs what rank 0 wants of it, and waits for the decision."""
+
+from __future__ import annotations
+
+import secrets
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import torch
+
+from rl_core.errors import RefitPeerError, RefitProtocolError
+from rl_core.weights.connections import Connection
+from rl_core.weights.data.digests import DIGEST_BYTES, BlockHash, DigestTable
+from rl_core.weights.data.parts import Partition
+from rl_core.weights.data.plan import DataMode
+from rl_core.weights.job import Job
+from rl_core.weights.protocol import messages
+from rl_core.weights.protocol.frames import Channel, write_hello
+from rl_core.weights.protocol.rank_session import RankSession
+from rl_core.weights.protocol.session import Effect, Perform, Phase, Send
+from rl_core.weights.sending.share import Share
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
+    from rl_core.interfaces.weights import WeightSource
+    from rl_core.weights.job import Endpoint
+    from rl_core.weights.options import SendOptions
+    from rl_core.weights.sending.kept import Kept
+    from rl_core.weights.sending.ranks import Ranks
+
+__all__ = ["RankJob"]
+
+
+class RankJob(Job[RankSession]):
+    """One refit of a rank that does not decide.
+
+    Args:
+        endpoint: Of this rank.
+        kept: By this rank.
+        ranks: All of the trainer.
+        source: Of this rank; or why it has none, of which rank 0 is informed.
+        options: Of this rank's call; rank 0's decide on all but the deadline.
+        number: Of the refit.
+    """
+
+    version = 0
+
+    def __init__(
+        self,
+        endpoint: Endpoint[Any],
+        kept: Kept,
+        ranks: Ranks,
+        source: WeightSource | BaseException,
+        options: SendOptions,
+        number: int,
+    ) -> None:
+        self.options = options
+        self._kept, self._ranks = kept, ranks
+        failed = source if isinstance(source, BaseException) else None
+        self._share = None if isinstance(source, BaseException) else Share(kept, source)
+        device = "cpu" if self._share is None else self._share.source.device
+        hello = messages.Hello("", ranks.names[ranks.rank], ranks.pid, b"", number, ranks.rank)
+        session = RankSession(
+            hello,
+            leader=ranks.names[0],
+            manifest="" if self._share is None else self._share.manifest.digest,
+            failed=failed,
+            counted=options.number is None,
+            deadline_s=options.deadline_s,
+            clock=endpoint.runtime.clock,
+        )
+        super().__init__(session, endpoint, number, torch.device(device))
+        self._client = ranks.connect()
+        self._channel: Channel
+        self._answered = True  # the next Hello opens a connection
+        self._verifies = True
+        self._parts: Partition | None = None
+        self._due: Iterator[tuple[int, str]] = iter(())  # buckets that rank 0 will want
+
+    def refit(self) -> dict[str, Any]:  # noqa: D102
+        session = self.session
+        try:
+            if self._share is not None:
+                self._share.source.open(self.number, session.remaining_s)
+            self.perform(session.start())
+            self.endpoint.runtime.drive(self)
+        finally:
+            if self.endpoint.number == self.number and self.options.number is None:
+                # The next one is that after rank 0's; this one, if rank 0 never came to it.
+                unmet = isinstance(session.error, RefitPeerError) and not session.met
+                self.endpoint.number = session.leader_number or self.number - unmet
+            if session.phase is not Phase.COMMITTED:
+                self._kept.drop_lanes_after_failure()
+            if self._share is not None:
+                self._share.close()
+        if session.error is not None:
+            raise session.error
+        return session.report or {}
+
+    def release_resources(self) -> None:  # noqa: D102
+        self._client.close()
+        if self._share is not None:
+            self._share.close()
+
+    def pump(self, timeout_s: float) -> None:  # noqa: D102
+        frame = self._client.receive(timeout_s)
+        while frame is not None:
+            self._answered = True
+            try:
+                effects = self.session.receive(self._channel.decode(frame))
+            except RefitProtocolError as error:
+                effects = self.session.fail(error)
+            self.perform(effects)
+            frame = None if self.session.phase.terminal else self._client.receive(0.0)
+
+    def lost_peers(self) -> list[Effect]:  # noqa: D102
+        return self.session.fail(self._ranks.lost(0)) if self._client.lost() else []
+
+    def do(self, effect: Effect) -> list[Effect]:  # noqa: D102
+        match effect:
+            case Send(messages.Hello() as hello):
+                if self._answered:  # by another refit, which has counted its frames
+                    self._answered = False
+                    self._client.open()
+                    nonce = secrets.token_bytes(16)
+                    self._channel = Channel(self._ranks.token, nonce, "receiver")
+                hello = msgspec.structs.replace(hello, nonce=self._channel.nonce)
+                self._client.send(write_hello(hello, self._ranks.token))
+            case Send(message):
+                self._client.send(self._channel.encode(message))
+            case Perform(message):
+                assert self._share is not None, "or else the session had failed"
+                return self.session.answer(self._answer(message, self._share))
+        return []
+
+    def _answer(self, message: Any, share: Share) -> messages.FromRank:
+        """Does what rank 0 wants."""
+        match message:
+            case messages.Offer():
+                self._verifies = message.verify != "none"
+                share.look()
+                keeps = {index: tuple(boxes) for index, boxes in share.layout.items()}
+                state = share.source.state
+                pid, host = self._ranks.pid, self._ranks.host
+                return messages.RankReady(message.session, state, keeps, pid, host)
+            case messages.HashParts():
+                private, token = message.private, message.token
+                parts = self._cut(message.dtypes, message.cuts, message.mask)
+                share.agree(parts, BlockHash.named(message.hash, private=private, token=token))
+                mode, size = DataMode.PACKED, message.bucket_bytes
+                found = share.digests(mode, size, parts, message.mask).flat
+                at = [n * DIGEST_BYTES for n, here in enumerate(message.mask) if here]
+                digests = b"".join(found[n : n + DIGEST_BYTES] for n in at)
+                return messages.PartsHashed(message.session, digests)
+            case messages.PrepareRank():
+                return self._prepare(message, share)
+            case messages.PackBucket(session, index):
+                due, self.session.at = next(self._due, (-1, ""))
+                if index != due:
+                    raise RefitProtocolError(f"rank 0 wants bucket {index}, expected {due}")
+                return messages.BucketPacked(session, index, share.put(index))
+            case messages.ConfirmRank(session):
+                share.source.confirm()
+                return messages.RankConfirmed(session, share.source.state)
+        raise RefitProtocolError(f"rank 0 sent {type(message).__name__}")
+
+    def _prepare(self, message: messages.PrepareRank, share: Share) -> messages.RankPrepared:
+        """Makes the lane."""
+        connections, transport = self._kept.connections, message.transport
+        connection = connections.get(transport)
+        if connection is None or connection.address != message.address:
+            connections.close(transport)
+            end = self.endpoint.runtime.transport(transport).rank(message.address)
+            connection = connections[transport] = Connection(end, message.address)
+        end, parts = connection.end, self._cut(message.dtypes, message.cuts, message.skip)
+        share.agree(parts, BlockHash.named(message.hash, private=end.private, token=message.token))
+        device = end.lane_device(share.own, message.gpus)
+        share.connect(connection, device, message.receivers)
+        if message.direct:
+            casts = len(message.dtypes)
+            if reason := share.move(message.bucket_bytes, casts, wanted=False):
+                return messages.RankPrepared(message.session, reason=reason)
+        mode = DataMode.DIRECT if message.direct else DataMode.PACKED
+        table = DigestTable(parts.manifest) if self._verifies else None
+        buckets = share.prepare(mode, message.bucket_bytes, message.skip, table)
+        buckets.lane.ends = self.session.deadline
+        self._due = enumerate([bucket.name for bucket in buckets.plan.buckets])
+        plan, ref = buckets.plan.digest, dict(buckets.lane.ref)
+        return messages.RankPrepared(message.session, plan, ref, extra_bytes=share.extra_bytes)
+
+    def _cut(self, dtypes: Mapping[str, str], cuts: Any, mask: bytes) -> Partition:
+        assert self._share is not None
+        wire = self._kept.wire_of(self._share.manifest, dtypes)
+        self._parts = Partition.checked(wire, cuts, self._parts or self._kept.parts)
+        self._kept.parts = self._parts
+        if mask and len(mask) != len(self._parts.manifest.owned):
+            raise RefitProtocolError("rank 0 and this rank count different parts")
+        return self._parts

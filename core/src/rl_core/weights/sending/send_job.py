@@ -1,0 +1,653 @@
+"""One refit of rank 0, which decides: what is sent of which rank, and how it ends."""
+
+from __future__ import annotations
+
+import secrets
+from itertools import compress
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import torch
+
+from rl_core.errors import (
+    ConfigError,
+    LifecycleError,
+    ManifestMismatchError,
+    RefitAborted,
+    RefitError,
+    RefitProtocolError,
+)
+from rl_core.plugins import hookspecs
+from rl_core.weights.data.digests import DIGEST_BYTES, BlockHash, DigestTable
+from rl_core.weights.data.parts import Partition, check_layout
+from rl_core.weights.data.plan import DataMode
+from rl_core.weights.job import Job
+from rl_core.weights.protocol import messages
+from rl_core.weights.protocol.frames import Channel, read_hello
+from rl_core.weights.protocol.sender_session import SenderSession
+from rl_core.weights.protocol.session import (
+    Answered,
+    Confirm,
+    Effect,
+    MakePlan,
+    Pack,
+    Packed,
+    Phase,
+    Send,
+    describe,
+    repeats_peer_error,
+)
+from rl_core.weights.protocol.timing import CAUSE_S, TICK_S
+from rl_core.weights.report import RefitReport
+from rl_core.weights.sending.share import Share
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from rl_core.interfaces.weights import WeightSource
+    from rl_core.weights.connections import Connection
+    from rl_core.weights.data.manifest import WeightManifest
+    from rl_core.weights.data.parts import Layout
+    from rl_core.weights.data.plan import TransferPlan
+    from rl_core.weights.job import Endpoint
+    from rl_core.weights.options import SendOptions
+    from rl_core.weights.sending.kept import Kept
+    from rl_core.weights.sending.ranks import Ranks
+    from rl_core.weights.transports.base import SenderEnd
+
+    #: What follows the answers of the other ranks.
+    Then = Callable[[Mapping[int, Any]], list[Effect]]
+
+__all__ = ["SendJob"]
+
+#: Seconds between two events that tell of progress; short refits have none.
+_PROGRESS_S = 1.0
+#: Seconds between two looks at the one of two sockets while the other is waited for.
+_LOOK_S = 0.001
+
+
+class SendJob(Job[SenderSession]):
+    """One refit of a sender."""
+
+    def __init__(
+        self,
+        endpoint: Endpoint[Any],
+        kept: Kept,
+        ranks: Ranks | None,
+        connection: Connection[SenderEnd],
+        source: WeightSource,
+        options: SendOptions,
+        version: int,
+        number: int,
+    ) -> None:
+        self.options = options
+        self.version = version
+        self._connection = connection
+        self._end = connection.end
+        self._share = Share(kept, source)
+        self._kept, self._ranks = kept, ranks
+        offer = messages.Offer(
+            secrets.token_hex(16),
+            endpoint.name,
+            version,
+            self._share.manifest.digest,
+            options.verify,
+            options.isolation,
+            options.delta,
+            dict(options.kv_scales),
+        )
+        session = SenderSession(
+            offer,
+            number=number,
+            receivers=options.receivers,
+            deadline_s=options.deadline_s,
+            clock=endpoint.runtime.clock,
+            ranks=ranks.names[1:] if ranks is not None else [],
+        )
+        super().__init__(session, endpoint, number, torch.device(source.device))
+        self._channels: dict[str, Channel] = {}
+        self._unreachable: list[str] = []
+        self._table: DigestTable | None = None
+        self._tables: dict[int, DigestTable] = {}  # by rank, all of one table
+        self._fallback: str | None = None
+        self._then: Then | None = None
+        # What receivers want decides on these; they are set with the plan.
+        self._ready: Mapping[str, messages.Ready]
+        self._dtypes: dict[str, str]
+        self._casts: int
+        self._wire: WeightManifest
+        self._layouts: dict[int, Layout]  # by rank
+        self._parts: Partition
+        self._keeps: dict[str, bytes]  # by connection
+        self._gives: dict[int, bytes]  # by rank, 1 for the parts that come from it
+        self._device: torch.device
+        self._hash: BlockHash
+        self._plans: dict[int, TransferPlan] = {}  # by rank
+        self._extra_bytes = 0
+        self._reported_at = endpoint.runtime.clock()
+        self._same = options.version == kept.version  # the weights of a committed version
+
+    def run(self) -> dict[str, Any]:
+        """See :meth:`Job.run`; the other ranks learn how it ends, also if it never begins."""
+        if (ranks := self._ranks) is None:
+            return super().run()
+        session, channels = self.session, self._channels
+        message: messages.Over | messages.Abort = messages.Abort(session.offer.session, "", "")
+        try:
+            report = super().run()
+            message = messages.Over(session.offer.session, report)
+            return report
+        except BaseException as error:
+            message = messages.Abort(session.offer.session, *describe(error))
+            raise
+        finally:  # before the caller can begin the next one
+            for key in session.ranks.values():
+                ranks.send(key, channels[key].encode(message))
+            ranks.end(self.number, message, session.ranks, session.absent)
+
+    def refit(self) -> dict[str, Any]:  # noqa: D102
+        kept, session = self._kept, self.session
+        try:
+            self._end.refused()  # earlier refusals are not about this refit
+            try:
+                try:
+                    self._check_version()
+                    self._share.source.open(self.number, session.remaining_s)
+                    if self._ranks is not None:
+                        self._ranks.begin(self.number)
+                except BaseException as error:
+                    self.perform(session.fail(error))
+                self.endpoint.runtime.drive(self)
+            finally:
+                committed = session.phase is Phase.COMMITTED
+                if not committed or session.error is not None:
+                    kept.drop_lanes_after_failure()
+            before, hashed, now = kept.committed, kept.committed_hash, self._table
+            if committed:  # whatever follows, this version is these weights and no others
+                kept.version, kept.committed = self.version, now
+                kept.committed_hash, kept.committed_parts = self._hash, self._parts
+            if session.error is not None:
+                self._name_lost_rank()
+                raise session.error
+            unchanged = None
+            if before is not None and now is not None and hashed == self._hash:
+                unchanged = sum(before.known.get(n) == digest for n, digest in now.known.items())
+            return self._report(unchanged).as_dict()
+        finally:
+            self._close_source()  # before the refit after this one begins with its own
+
+    def release_resources(self) -> None:  # noqa: D102
+        self._close_source()
+        self._table = self._then = None
+        self._channels = {}
+
+    # -- what arrives -----------------------------------------------------------------------------
+
+    def pump(self, timeout_s: float) -> None:  # noqa: D102
+        unreachable, self._unreachable = self._unreachable, []
+        for key, frame in self._frames(0.0 if unreachable else timeout_s):
+            if self.given_up:
+                return  # a Hello that comes now means the next refit, and comes again
+            try:
+                effects = self._take(key, frame)
+            except RefitProtocolError as error:
+                effects = self.session.corrupted(key, error)
+            self.perform(effects)
+        for key in unreachable:  # a frame received just now may give the cause
+            self.perform(self._lost(key))
+
+    def _frames(self, timeout_s: float) -> list[tuple[str, bytes]]:
+        """What has arrived from receivers and ranks; waits for the first."""
+        if self._ranks is None:
+            return self._end.receive(timeout_s)
+        for _ in range(max(1, int(timeout_s / _LOOK_S))):
+            found = self._ranks.receive(0.0)
+            found += self._end.receive(0.0 if found else min(timeout_s, _LOOK_S))
+            if found:
+                return found
+        return []
+
+    def _take(self, key: str, frame: bytes) -> list[Effect]:
+        ranks, channel = self._ranks, self._channels.get(key)
+        of_rank = ranks is not None and ranks.has(key)
+        token = ranks.token if ranks is not None and of_rank else self._kept.token
+        if (hello := read_hello(frame, token)) is not None:
+            if of_rank != bool(hello.rank):
+                raise RefitProtocolError("received a Hello on a connection for others")
+            if channel is None:
+                self._channels[key] = Channel(token, hello.nonce, "sender")
+            elif channel.nonce != hello.nonce:
+                raise RefitProtocolError("received a second, different Hello on one connection")
+            return self.session.receive(key, hello)
+        if channel is None:
+            return []  # of a refit before this one
+        return self.session.receive(key, channel.decode(frame))
+
+    def lost_peers(self) -> list[Effect]:  # noqa: D102
+        session = self.session
+        if session.phase is Phase.DISCOVER and (why := self._end.refused()) is not None:
+            error = RefitAborted(f"DISCOVER: a receiver gave up: {why}", peer="a receiver")
+            return session.fail(error)
+        lost = self._end.departed()
+        if self._ranks is not None:
+            lost += self._ranks.departed()
+            for rank in self._ranks.ended() if session.phase is Phase.DISCOVER else []:
+                if rank not in session.ranks:  # it will not come any more
+                    return session.fail(self._ranks.lost(rank))
+        return [effect for key in lost for effect in self._lost(key)]
+
+    def _lost(self, key: str) -> list[Effect]:
+        rank = next((rank for rank, its in self.session.ranks.items() if its == key), None)
+        if rank is None or self._ranks is None:
+            return self.session.lost(key)
+        return self.session.lost_rank(rank, self._ranks.lost(rank))
+
+    def _name_lost_rank(self) -> None:
+        """A receiver that fails because of a rank that was lost may not know it; this side may."""
+        ranks, error, session = self._ranks, self.session.error, self.session
+        if ranks is None or error is None or not repeats_peer_error(error):
+            return
+        end = self.endpoint.runtime.clock() + CAUSE_S
+        while self.endpoint.runtime.clock() < end:
+            ranks.receive(TICK_S)
+            lost = {*ranks.departed()} & {*session.ranks.values()}
+            for rank, key in session.ranks.items():
+                if key in lost or rank in ranks.ended():
+                    session.error = ranks.lost(rank)
+                    session.error.__cause__ = error
+                    return
+
+    def do(self, effect: Effect) -> list[Effect]:  # noqa: D102
+        session = self.session
+        match effect:
+            case Send(message, to):
+                for key in session.connections if to is None else [to]:
+                    self._send(key, message)
+            case MakePlan(ready, ranks):
+                return self._agree(ready, ranks)
+            case Answered(answers):
+                assert self._then is not None, "ranks answer what they were asked"
+                return self._then(answers)
+            case Pack(index):
+                plan = self._plans[0]
+                session.at = plan.buckets[index].name
+                now = self.endpoint.runtime.clock()
+                if now - self._reported_at > _PROGRESS_S:
+                    self._reported_at = now
+                    facts = {"buckets": len(plan.buckets), "sent": index, "bytes": plan.nbytes}
+                    hookspecs.emit("refit_progress", version=self.version, **facts)
+                return session.packed(index, self._share.put(index))
+            case Packed(index, digests, lane):
+                plan = self._plans[lane]
+                if self._table is not None:
+                    found = [
+                        digests[at : at + DIGEST_BYTES]
+                        for at in range(0, len(digests), DIGEST_BYTES)
+                    ]
+                    segments = plan.buckets[index].segments
+                    blocks = (-(-(s.stop - s.start) // plan.block_bytes) for s in segments)
+                    if sum(blocks) != len(found):
+                        raise RefitProtocolError(f"rank {lane} sent too few digests", rank=lane)
+                    self._tables[lane].add(segments, found, plan.block_bytes)
+                return session.packed(index, digests, lane)
+            case Confirm():
+                session.at = ""
+                confirm = messages.ConfirmRank(session.offer.session)
+                questions = dict.fromkeys(session.ranks, confirm)
+                own = self._share.source.confirm  # what was sent is of one state
+                return self._ask(questions, messages.RankConfirmed, own, self._confirmed)
+        return []
+
+    def _send(self, key: str, message: Any) -> None:
+        # One that has sent no Hello has no channel.
+        channel = self._channels.get(key) or Channel(self._kept.token, b"", "sender")
+        if isinstance(message, messages.Offer):
+            message = msgspec.structs.replace(message, nonce=secrets.token_bytes(16))
+        frame, ranks = channel.encode(message), self._ranks
+        end = ranks if ranks is not None and ranks.has(key) else self._end
+        if not end.send(key, frame):
+            self._unreachable.append(key)
+
+    def _ask(
+        self,
+        questions: Mapping[int, messages.ToRank],
+        answer: type,
+        own: Callable[[], object],
+        then: Then,
+    ) -> list[Effect]:
+        """Asks all other ranks, does this rank's own part meanwhile, and goes on with ``then``."""
+        self.perform(self.session.ask(questions, answer))
+        own()
+        if not questions:
+            return then({})
+        self._then = then
+        return []
+
+    # -- what is sent, and where it lies ----------------------------------------------------------
+
+    def _agree(
+        self, ready: Mapping[str, messages.Ready], ranks: Mapping[int, messages.RankReady]
+    ) -> list[Effect]:
+        """Decides on the parts, and which rank each one comes from."""
+        kept, share, answers = self._kept, self._share, list(ready.values())
+        self._ready, manifest = ready, share.manifest
+        self._dtypes = answers[0].dtypes
+        self._casts = len(self._dtypes)
+        self._wire = kept.wire_of(manifest, self._dtypes)
+        for key, answer in ready.items():
+            check_layout(self._wire, answer.keeps, self.session.peers[key].name)
+        share.look()
+        self._device = self._end.lane_device(share.own, [r.gpus for r in answers])
+        self._hash = BlockHash.choose(self._device, private=self._end.private, token=kept.token)
+        self._layouts = {0: share.layout}
+        for rank, its in ranks.items():
+            assert self._ranks is not None
+            self._ranks.introduce(rank, its.pid, its.host)
+            check_layout(self._wire, its.keeps, self._ranks.names[rank])
+            self._ranks.check_state(rank, its.state, share.source.state)
+            self._layouts[rank] = its.keeps
+        layouts: list[Layout] = [*self._layouts.values(), *(r.keeps for r in answers)]
+        self._parts = kept.parts = Partition.of(self._wire, layouts, kept.parts)
+        self._keeps = {key: self._parts.mask(r.keeps) for key, r in ready.items()}
+        parts = self._parts.manifest.owned
+        self._parts.check_kept(list(self._keeps.values()))
+        self._gives = self._parts.shared_out(self._layouts)
+        gives = self._gives.values()
+        given = self._gives[0] if len(gives) == 1 else bytes(map(max, zip(*gives, strict=True)))
+        for key, keeps in self._keeps.items():
+            if lacking := [parts[n] for n, keep in enumerate(keeps) if keep > given[n]]:
+                raise ManifestMismatchError(
+                    f"the trainer has no {lacking[0].name}, which {self.session.peers[key].name} "
+                    f"keeps ({len(lacking)} parts of tensors are missing)",
+                    fix="make the pieces of the weight source cover every tensor",
+                    missing=[part.name for part in lacking],
+                )
+        share.agree(self._parts, self._hash)
+        receivers = [hello.receiver for hello in self.session.peers.values()]
+        share.connect(self._connection, self._device, receivers)
+        direct = self._move_tensors()
+        if not self._same and not any(any(self._holds(answer)) for answer in answers):
+            if self.options.verify != "none":
+                self._table = DigestTable(self._parts.manifest)
+            return self._prepare_lanes(direct)
+        before = kept.committed_parts if self._same else None
+        if before is None or before == self._parts:
+            return self._hash_parts(self._parts, direct)
+        comparable = all(map(before.has, self._layouts.values()))
+        if before.whole.digest != self._wire.digest or not comparable:
+            self._check_same(None)
+        return self._hash_parts(before, direct)  # other engines keep other parts
+
+    def _move_tensors(self) -> bool:
+        """Moves this rank's tensors to memory that receivers read, if possible and wanted."""
+        if self.options.mode == "packed":
+            return False
+        if not self._end.reads_memory:
+            transport = self.options.transport
+            reason = f"the transport {transport} does not share memory"
+        else:
+            bucket_bytes = self.options.bucket_for(self._device, DataMode.DIRECT)
+            wanted = self.options.mode == "direct"
+            reason = self._share.move(bucket_bytes, self._casts, wanted=wanted)
+        return self._is_direct(reason)
+
+    def _is_direct(self, reason: str) -> bool:
+        """Whether it is, unless there is a reason; raises where nothing else is wanted."""
+        self._fallback = reason or None
+        if reason and self.options.mode == "direct":
+            raise ConfigError(
+                f"refit: mode='direct' is not possible: {reason}",
+                fix='use mode="auto" or mode="packed"',
+                key="mode",
+            )
+        return not reason
+
+    def _holds(self, answer: messages.Ready) -> bytes:
+        """The digests of the parts that a receiver has, if it knows these parts."""
+        return answer.holds if answer.parts == self._parts.manifest.digest else b""
+
+    def _hash_parts(self, parts: Partition, direct: bool) -> list[Effect]:
+        """Has the digest of every part made, of what it is now, each on a rank that has it.
+
+        Args:
+            parts: Those of this refit, or those of the committed version, which come before them.
+            direct: How this refit is.
+        """
+        mode = DataMode.DIRECT if direct else DataMode.PACKED
+        size = self.options.bucket_for(self._device, mode)
+        gives = self._gives if parts is self._parts else parts.shared_out(self._layouts)
+        table = DigestTable(parts.manifest)
+        questions = {
+            rank: messages.HashParts(
+                self.session.offer.session,
+                self._dtypes,
+                dict(parts.cuts),
+                gives[rank],
+                size,
+                self._hash.kind,
+                self._end.private,
+                self._kept.token,
+            )
+            for rank in self.session.ranks
+        }
+
+        def own() -> None:
+            table.known.update(self._share.digests(mode, size, parts, gives[0]).known)
+
+        def merged(answers: Mapping[int, Any]) -> list[Effect]:
+            for rank, answer in answers.items():
+                names = [part.name for part in compress(parts.manifest.owned, gives[rank])]
+                found = answer.digests
+                if len(found) != len(names) * DIGEST_BYTES:
+                    raise RefitProtocolError(f"rank {rank} sent too few digests", rank=rank)
+                for n, name in enumerate(names):
+                    table.known[name] = found[n * DIGEST_BYTES : (n + 1) * DIGEST_BYTES]
+            if self._same and self._kept.committed_parts in (None, parts):
+                self._check_same(table)  # before an engine, which may serve, is written to
+            if parts is not self._parts:
+                return self._hash_parts(self._parts, direct)
+            self._table = table
+            return self._prepare_lanes(direct)
+
+        return self._ask(questions, messages.PartsHashed, own, merged)
+
+    def _skipped(self) -> bytes:
+        """A byte for each part, 1 for those that no engine needs; empty if all are needed."""
+        masks, answers = list(self._keeps.values()), list(self._ready.values())
+        holds, now = [b"" for _ in answers], b""
+        if self._table is not None and self._table.known:
+            holds, now = [self._holds(answer) for answer in answers], self._table.flat
+        elif not any(0 in keeps for keeps in masks):
+            return b""
+        at = [slice(n * DIGEST_BYTES, (n + 1) * DIGEST_BYTES) for n in range(len(masks[0]))]
+        skip = bytes(
+            all(
+                not keeps[n] or (held and held[one] == now[one])
+                for keeps, held in zip(masks, holds, strict=True)
+            )
+            for n, one in enumerate(at)
+        )
+        if self.options.isolation == "staged":  # a second copy has all of a tensor, or nothing
+            skip = self._parts.whole_tensors(skip, masks)
+        return skip if any(skip) else b""
+
+    def _prepare_lanes(self, direct: bool) -> list[Effect]:
+        """Has every rank make its lane, from which the receivers that keep its parts read."""
+        mode = DataMode.DIRECT if direct else DataMode.PACKED
+        size, skip = self.options.bucket_for(self._device, mode), self._skipped()
+        ids = {key: hello.receiver for key, hello in self.session.peers.items()}
+        skips, readers = dict.fromkeys(self._gives, skip), {0: list(ids)}
+        if len(skips) > 1:
+            left_out = skip or bytes(len(self._parts.manifest.owned))
+            for rank, gives in self._gives.items():
+                skips[rank] = bytes(s or not g for s, g in zip(left_out, gives, strict=True))
+                readers[rank] = [
+                    key
+                    for key, keeps in self._keeps.items()
+                    if any(k > s for k, s in zip(keeps, skips[rank], strict=True))
+                ]
+            reads = {key for keys in readers.values() for key in keys}
+            readers[0] += [key for key in ids if key not in reads]  # it needs no part
+        questions = {
+            rank: messages.PrepareRank(
+                self.session.offer.session,
+                self._dtypes,
+                dict(self._parts.cuts),
+                skips[rank],
+                size,
+                direct,
+                self._hash.kind,
+                self._kept.token,
+                self.options.transport,
+                dict(self._end.address),
+                tuple(ids[key] for key in readers[rank]),
+                tuple(answer.gpus for answer in self._ready.values()),
+            )
+            for rank in self.session.ranks
+        }
+
+        def own() -> None:
+            self._share.connect(self._connection, self._device, [ids[key] for key in readers[0]])
+            buckets = self._share.prepare(mode, size, skips[0], self._table)
+            buckets.lane.ends = self.session.deadline
+            self._plans = {0: buckets.plan}
+
+        def made(answers: Mapping[int, messages.RankPrepared]) -> list[Effect]:
+            reasons = [f"rank {rank}: {its.reason}" for rank, its in answers.items() if its.reason]
+            if reasons and not self._is_direct(reasons[0]):
+                return self._prepare_lanes(False)
+            self._extra_bytes = self._share.extra_bytes
+            infos: dict[int, messages.LaneInfo] = {}
+            for rank in self._layouts:
+                layout = self._layouts[rank] if direct else {}
+                if rank:
+                    how = (size, mode, skips[rank], self._hash.block, layout)
+                    plan = self._plans[rank] = self._kept.plan_of(rank, self._parts, *how)
+                    if plan.digest != answers[rank].plan:
+                        text = f"rank {rank} and rank 0 made different plans"
+                        raise RefitProtocolError(text, phase="PREPARE", rank=rank)
+                    self._extra_bytes += answers[rank].extra_bytes
+                ref = answers[rank].ref if rank else dict(self._share.buckets.lane.ref)
+                boxes = {n: tuple(its) for n, its in layout.items()}
+                digest = self._plans[rank].digest
+                infos[rank] = messages.LaneInfo(digest, skips[rank], ref, layout=boxes)
+            prepares: dict[str, messages.Prepare] = {}
+            for key, keeps in self._keeps.items():
+                reads = keeps if 0 in keeps else b""
+                lanes = {
+                    rank: msgspec.structs.replace(info, reads=reads)
+                    for rank, info in infos.items()
+                    if key in readers[rank]
+                }
+                prepares[key] = messages.Prepare(
+                    self.session.offer.session,
+                    size,
+                    direct,
+                    dict(self._parts.cuts),
+                    lanes,
+                    self.session.remaining_s,
+                    self._hash.kind,
+                )
+            self._plans = {rank: plan for rank, plan in self._plans.items() if readers[rank]}
+            if self._table is not None:
+                known, manifest = self._table.known, self._parts.manifest
+                self._tables = {rank: DigestTable(manifest, known) for rank in self._plans}
+            sizes = {rank: (len(plan.buckets), plan.window) for rank, plan in self._plans.items()}
+            return self.session.planned(prepares, sizes)
+
+        return self._ask(questions, messages.RankPrepared, own, made)
+
+    # -- the end ----------------------------------------------------------------------------------
+
+    def _confirmed(self, answers: Mapping[int, messages.RankConfirmed]) -> list[Effect]:
+        """All ranks have: seals."""
+        for rank, answer in answers.items():
+            assert self._ranks is not None
+            self._ranks.check_state(rank, answer.state, self._share.source.state)
+        if self._same and self._kept.committed_parts in (None, self._parts):
+            self._check_same(self._table)  # of other parts, `confirm` alone knows that they stayed
+        table = self._table
+        return self.session.confirmed(
+            {key: "" if table is None else table.digest(m) for key, m in self._keeps.items()}
+        )
+
+    def _close_source(self) -> None:
+        try:
+            self._share.close()
+        except Exception as error:
+            text = f"the weight source could not be closed: {type(error).__name__}: {error}"
+            if self.session.error is None:
+                raise RefitError(
+                    f"{self.endpoint.name}: {text}", fix="correct WeightSource.close"
+                ) from error
+            self.session.error.add_note(text)
+
+    def _check_version(self) -> None:
+        """Decides whether the version is a committed one, whose weights must be the same."""
+        kept, name = self._kept, self.endpoint.name
+        if self._same and kept.version != self.version:
+            raise LifecycleError(
+                f"{name}: version {kept.version} was committed while version "
+                f"{self.version} waited to be sent again",
+                fix="call refit again",
+                version=kept.version,
+            )
+        self._same = self.options.version == kept.version
+        if self._same and (kept.committed is None or self.options.verify == "none"):
+            raise LifecycleError(
+                f"{name}: version {self.version} was committed already, and without hashes "
+                "nothing shows whether the weights are the same",
+                fix='use verify="wire" in both refits, or leave version out',
+                version=self.version,
+            )
+
+    def _check_same(self, now: DigestTable | None) -> None:
+        """Raises unless the weights are those that the other engines serve."""
+        before, hashed = self._kept.committed, self._kept.committed_hash
+        if hashed is not None and hashed != self._hash:
+            raise LifecycleError(
+                f"{self.endpoint.name}: version {self.version} was hashed with {hashed.kind}, and "
+                f"this refit hashes with {self._hash.kind}: nothing shows whether the weights "
+                "are the same",
+                fix="use the transport and device of the refit that committed this version",
+                version=self.version,
+            )
+        if (
+            before is None
+            or now is None
+            or any(now.known.get(n) != d for n, d in before.known.items())
+        ):
+            raise LifecycleError(
+                f"{self.endpoint.name}: the weights are no longer those of version "
+                f"{self.version}, which the other engines serve",
+                fix="refit all engines together; or refit this one before the next training step, "
+                "with the dtypes and the bucket_bytes of the others",
+                version=self.version,
+            )
+
+    def _report(self, unchanged: int | None) -> RefitReport:
+        phases, plans = self.session.phase_seconds, self._plans.values()
+        seconds, nbytes = sum(phases.values()), sum(plan.nbytes for plan in plans)
+        sent = [part for plan in plans for part in plan.sent]
+        names = {self._parts.tensor_of(part).name for part in sent} if self._parts.cuts else sent
+        tensors = len(names)
+        return RefitReport(
+            version=self.version,
+            origin=self._kept.origin,
+            bytes=nbytes,
+            seconds=seconds,
+            gb_per_s=nbytes / seconds / 1e9,
+            phases=phases,
+            extra_memory_bytes=self._extra_bytes,
+            tensors=tensors,
+            skipped=len(self._wire.owned) - tensors,
+            unchanged=unchanged,
+            cast=self._casts,
+            buckets=sum(len(plan.buckets) for plan in plans),
+            receivers=self.options.receivers,
+            transport=self.options.transport,
+            mode=self._share.buckets.plan.mode.value,
+            verify=self.options.verify,
+            isolation=self.options.isolation,
+            fallback=self._fallback,
+        )

@@ -1,0 +1,197 @@
+"""What one rank of a trainer gives in one refit: its pieces, and the lane that they go through."""
+
+from __future__ import annotations
+
+from contextlib import closing
+from typing import TYPE_CHECKING
+
+import torch
+
+from rl_core.errors import RefitError
+from rl_core.weights.data.digests import DigestTable, TensorHasher
+from rl_core.weights.data.parts import layout_of
+from rl_core.weights.data.plan import ALIGN, DataMode
+from rl_core.weights.sending.packing import Packer, SenderBuckets, sent_parts
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from rl_core.interfaces.weights import Piece, WeightSource
+    from rl_core.weights.connections import Connection
+    from rl_core.weights.data.digests import BlockHash
+    from rl_core.weights.data.parts import Layout, Partition
+    from rl_core.weights.sending.kept import Kept
+    from rl_core.weights.transports.base import SenderEnd
+
+__all__ = ["Share"]
+
+
+class Share:
+    """One rank's side of the bytes, for one refit.
+
+    Args:
+        kept: From refit to refit.
+        source: Of this rank; it is closed once.
+
+    Attributes:
+        manifest: The source's.
+        layout: The boxes of its pieces; set by :meth:`look`, as what follows.
+        own: The device of the tensors.
+    """
+
+    layout: Layout
+    own: torch.device
+    _pieces: Sequence[Piece] | None
+    # What :meth:`agree` and :meth:`connect` set.
+    _connection: Connection[SenderEnd]
+    _device: torch.device
+    _receivers: Sequence[str]
+    _parts: Partition
+    _hash: BlockHash
+
+    def __init__(self, kept: Kept, source: WeightSource) -> None:
+        self.manifest = kept.manifest_of(source)
+        self.source = source
+        self._kept = kept
+        self._packer: Packer | None = None
+        self._closed = False
+
+    def look(self) -> None:
+        """Takes the pieces as they are now.
+
+        Raises:
+            ManifestMismatchError: One is not in its tensor.
+        """
+        # By the name that tensors give it.
+        self.own = torch.empty(0, device=self.source.device).device
+        if self.own.type == "cuda":
+            torch.cuda.synchronize(self.own)  # an optimizer may step on another stream
+        self._pieces = self.source.pieces()
+        self.layout = layout_of(self.manifest, self._pieces, sends=True)
+
+    def agree(self, parts: Partition, block_hash: BlockHash) -> None:
+        """Takes what all ranks have agreed on."""
+        self._parts, self._hash = parts, block_hash
+
+    def connect(
+        self, connection: Connection[SenderEnd], device: torch.device, receivers: Sequence[str]
+    ) -> None:
+        """Takes where the lane will be, and for whom."""
+        self._connection, self._device, self._receivers = connection, device, receivers
+
+    @property
+    def buckets(self) -> SenderBuckets:
+        """What is sent."""
+        assert self._packer is not None, "there is a plan"
+        return self._packer.buckets
+
+    @property
+    def extra_bytes(self) -> int:
+        """Bytes of memory that were made for the lane."""
+        buckets = self.buckets
+        return 0 if buckets.plan.mode is DataMode.DIRECT else buckets.lane.data.numel()
+
+    def move(self, bucket_bytes: int, casts: int, *, wanted: bool) -> str:
+        """Moves the tensors to memory that receivers read; why not, if that is not possible.
+
+        Args:
+            bucket_bytes: Most bytes of a bucket.
+            casts: Tensors that the engines want in another dtype.
+            wanted: Nothing else is: memory that lacked before is tried to be had again.
+
+        Raises:
+            RefitError: It is wanted, and memory lacks.
+        """
+        end, moved, pieces = self._connection.end, self._kept.moved, self._pieces
+        if not end.reads_memory:
+            return "the transport does not share memory"
+        if end.reason_not_shareable:
+            return end.reason_not_shareable
+        if casts:
+            return f"the engine wants {casts} tensors in another dtype"
+        if pieces is None:
+            return "the weight source computes its tensors during the refit"
+        if not pieces:
+            return ""  # this rank has nothing
+        reason = moved.reason_not_shareable(self.manifest, pieces, self._device)
+        if reason is None and not wanted:
+            reason = moved.no_memory_for(self.manifest)
+        if reason is not None:
+            return reason
+        try:
+            lane = self._make(DataMode.DIRECT, bucket_bytes, b"").lane
+            moved.move(lane, self._parts.whole, pieces)
+        except (RefitError, torch.OutOfMemoryError) as error:
+            cause = str(error).splitlines()[0]
+            reason = f"the tensors cannot be moved to memory that engines read: {cause}"
+            self._kept.drop_moved_tensors()
+            self._kept.moved.remember_no_memory(self.manifest, reason)
+            if wanted:
+                raise RefitError(
+                    f"refit: mode='direct' is not possible: {reason}",
+                    fix='use mode="auto" or mode="packed", or free memory: as much as the '
+                    "largest tensor needs on the CPU, as all tensors need on a GPU",
+                ) from error
+            return reason
+        return ""
+
+    def prepare(
+        self, mode: DataMode, bucket_bytes: int, skip: bytes, table: DigestTable | None
+    ) -> SenderBuckets:
+        """Makes the buckets of all parts but those with a 1 in ``skip``, and memory for them."""
+        buckets = self._make(mode, bucket_bytes, skip)
+        sent, cut = buckets.plan.sent, self._pieces if self.layout else None
+        given = None
+        if mode is DataMode.PACKED:
+            given = sent_parts(self.source, self._parts, self.manifest, sent, cut)
+        self._packer = Packer(buckets, given, table)
+        return buckets
+
+    def put(self, index: int) -> bytes:
+        """Puts a bucket into the lane; the digests of its blocks."""
+        assert self._packer is not None, "there is a plan"
+        return self._packer.put(index)
+
+    def digests(
+        self, mode: DataMode, bucket_bytes: int, parts: Partition, mask: bytes
+    ) -> DigestTable:
+        """Those of the parts with a 1 in ``mask`` as they are now, in the dtypes that travel."""
+        table = DigestTable(parts.manifest)
+        if mode is DataMode.DIRECT and parts is self._parts and 0 not in mask:
+            whole = self._make(mode, bucket_bytes, b"")
+            for index, part in enumerate(whole.plan.buckets):
+                table.add(part.segments, whole.digests(index), whole.plan.block_bytes)
+            return table
+        block = min(self._hash.block, bucket_bytes // ALIGN * ALIGN)
+        # Only tensors that stay can be hashed together on a device.
+        fold, pieces = self._hash.kind == "fold", self._pieces or ()
+        lasting = {p.tensor.data_ptr() for p in pieces if fold and p.tensor is not None}
+        mine = [index for index, here in enumerate(mask) if here]
+        cut = self._pieces if self.layout else None
+        with closing(sent_parts(self.source, parts, self.manifest, mine, cut)) as given:
+            named = ((spec.name, spec, tensor) for spec, tensor in given)
+            table.known.update(TensorHasher(self._hash, block).digests(named, lasting))
+        return table
+
+    def close(self) -> None:
+        """Closes the source once."""
+        if self._closed:
+            return
+        self._closed = True
+        if self._packer is not None:
+            self._packer.close()
+        self._packer = None
+        self.source.close()
+
+    def _make(self, mode: DataMode, bucket_bytes: int, skip: bytes) -> SenderBuckets:
+        return self._kept.buckets(
+            self._connection,
+            self._parts,
+            bucket_bytes,
+            mode,
+            skip=skip,
+            block_hash=self._hash,
+            device=self._device,
+            layout=self.layout if mode is DataMode.DIRECT else {},
+            receivers=self._receivers,
+        )
