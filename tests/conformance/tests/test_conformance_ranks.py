@@ -1,4 +1,4 @@
-"""P14 against the sharded reference, and against what contradicts itself about it."""
+"""P14 and R16 against the sharded reference, and against what contradicts itself about it."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from rl_conformance.target import Target
 _NAMED = LAYOUTS["cpu"]["sharded"]
 
 
+@pytest.mark.parametrize("clause", ["P14", "R16"])
 @pytest.mark.parametrize(
     "names",
     [
@@ -24,16 +25,17 @@ _NAMED = LAYOUTS["cpu"]["sharded"]
         pytest.param(list(_NAMED), id="all", marks=pytest.mark.full),
     ],
 )
-def test_the_sharded_reference_keeps_the_clause(names: list[str]) -> None:
+def test_the_sharded_reference_keeps_the_clause(names: list[str], clause: str) -> None:
     layouts = {name: _NAMED[name] for name in names}
     target = replace(Target.find("reference-sharded"), tiny={"cpu": {"sharded": layouts}})
-    report = run(target, Settings(), select([], "P14"), selection="P14")
+    report = run(target, Settings(), select([], clause), selection=clause)
     found = [(o.check, o.message) for o in report.outcomes if o.status is not Status.PASSED]
     assert not found
 
 
 def test_the_reference_has_whole_copies_on_two_ranks() -> None:
-    report = run(Target.find("reference"), Settings(), select([], "P14"), selection="P14")
+    checks = select([], "P14 or R16")
+    report = run(Target.find("reference"), Settings(), checks, selection="P14 or R16")
     assert {o.status for o in report.outcomes} == {Status.UNSUPPORTED}
 
 

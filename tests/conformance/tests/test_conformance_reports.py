@@ -185,8 +185,7 @@ def test_reports_that_were_kept_are_read() -> None:
 def test_reports_from_before_a_clause_was_numbered_anew_are_read_under_its_number() -> None:
     report = _report(replace(GOOD, check="R17/good"), clauses=("R17",))
     data = json.loads(to_json(report).replace("R17", "R16"))
-    with pytest.raises(ValueError, match="does not know: R16"):
-        from_json(json.dumps(data))
+    assert from_json(json.dumps(data)).clauses == ("R16",)
     assert from_json(json.dumps(data | {"schema": 1})) == report
 
 

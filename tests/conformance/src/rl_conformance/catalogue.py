@@ -102,6 +102,7 @@ _LOOK = {
     "R13": "state that two engines or two trainers of one process share",
     "R14": "WeightSink.scale_kv",
     "R15": "WeightSink.read, and whether WeightSink.write reaches the weights in use",
+    "R16": "weight_source on each rank: pieces, their boxes and tensors; refit_ranks; confirm",
     "R17": "WeightSink of an engine that serves adapters: where A and B of each layer go, which "
     "adapter a row gets, fail",
     "A1": "logprobs of generate, get_logprobs",
@@ -364,6 +365,15 @@ _ENTRIES = (
         scope="that they are applied shows in log-probs; the trainer is the suite's own",
     ),
     Clause("R15", 'verify="installed" catches a loader that does not load', tolerance=_DECLARED),
+    Clause(
+        "R16",
+        "several ranks send what each has, once, and commit together",
+        capability="sharded",
+        tolerance=f"{_DECLARED}; memory: two buckets of each rank, and refit_constant_bytes of the "
+        "manifest",
+        scope="layouts as in P14; ranks that stop or die, twenty refits in a row and memory in the "
+        "first of them alone; the engines are the suite's own",
+    ),
     Clause(
         "R17",
         "a refit sends only adapters, and the old ones serve until it commits",

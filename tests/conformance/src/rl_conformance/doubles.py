@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     from rl_core.interfaces import Piece, TensorSpec, WeightSink, WeightSource
 
-__all__ = ["Engine", "Engines", "Sink", "Source", "Trainer", "broken_tensor"]
+__all__ = ["Engine", "Engines", "Hooks", "Sink", "Source", "Tensors", "Trainer", "broken_tensor"]
 
 Tensors = dict[str, "torch.Tensor"]
 Hooks = dict[str, "Callable[[], object]"]

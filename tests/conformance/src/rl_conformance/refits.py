@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 __all__ = [
     "DEADLINE_S",
     "MODES",
+    "Watched",
     "agree",
     "attempt",
     "equal",
@@ -63,8 +64,15 @@ def run_refit(policy: Any, generation: Any, **options: Any) -> RefitReport:
         return refit(policy, generation, **({"deadline_s": DEADLINE_S} | options))
 
 
-class _Watched:
-    """Lets a check wait for an engine's refits, also when the trainer's side ended first."""
+class Watched:
+    """Lets a check wait for an engine's refits, also when the trainer's side ended first.
+
+    Args:
+        generation: The engine, or several.
+
+    Attributes:
+        futures: Of all refits since.
+    """
 
     def __init__(self, generation: Any) -> None:
         self._generation = generation
@@ -82,7 +90,7 @@ class _Watched:
 
 def attempt(policy: Any, generation: Any, **options: Any) -> BaseException | None:
     """What a refit ends with, once every engine is done with it; None if it commits."""
-    watched = _Watched(generation)
+    watched = Watched(generation)
     try:
         run_refit(policy, watched, **options)
     except Exception as error:

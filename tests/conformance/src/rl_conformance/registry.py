@@ -59,6 +59,7 @@ _MODULES = (
     "r11_staged",
     "r13_receivers",
     "r14_scales",
+    "r16_several_ranks",
     "r17_adapters",
     "a01_agreement",
     "s01_strangers",

@@ -24,17 +24,20 @@ if TYPE_CHECKING:
 
     from rl_conformance.context import Context
     from rl_core.interfaces import ColocatablePolicyInterface, LossFunction
+    from rl_hosting.cluster.launcher import Workers
 
 __all__ = [
     "OF_AN_UPDATE",
     "Beside",
     "Layout",
     "beside",
+    "exported",
     "layouts_of",
     "moved_alike",
     "named_layouts",
     "offered",
     "policy_on",
+    "ranks_of",
     "same_step",
     "scores_fit",
     "settings_of",
@@ -122,6 +125,12 @@ def policy_on(
 
     base = ctx.target.base_config("policy", ctx.settings, dtype)
     return create_policy({**base, **config}, LocalCluster(ranks))
+
+
+def ranks_of(policy: Any) -> Workers:
+    """The workers of a :func:`policy_on` several ranks, to call each alone."""
+    workers: Workers = policy._group
+    return workers
 
 
 def offered(ctx: Context, capability: str) -> bool:
@@ -286,6 +295,13 @@ def moved_alike(ctx: Context, pair: Beside) -> None:
     one, many = both
     error, name = update_error(many, {key: one[key] for key in start}, start)
     ctx.measure(f"update_relative_error of {name}", error, OF_AN_UPDATE)
+
+
+def exported(ctx: Context, policy: Any, path: Path | None = None) -> dict[str, torch.Tensor]:
+    """The tensors in the checkpoint that a policy saves, in a directory of its own or that one."""
+    path = path or ctx.directory() / "checkpoint"
+    policy.save_checkpoint(str(path))
+    return checkpoint_weights(next(file.parent for file in sorted(path.rglob("config.json"))))
 
 
 def scores_fit(

@@ -73,7 +73,7 @@ _THOROUGH = """
     only_a_full_refit_ends_a_torn_state other_adapters_are_refused_by_name
     output_is_as_wide_as_its_longest_row plain_shards_are_dealt_by_global_batch
     planned_shards_keep_every_row_and_bound policies_share_nothing
-    prompts_up_to_the_context_are_accepted refits_are_exact refused_descriptions_change_nothing
+    prompts_up_to_the_context_are_accepted refused_descriptions_change_nothing
     refused_options_change_nothing refused_options_do_not_use_up_a_version
     refused_tickets_change_nothing row_operations_match_a_list
     row_stop_strings_do_not_change_the_configuration rows_agree_if_and_only_if_their_seeds_do

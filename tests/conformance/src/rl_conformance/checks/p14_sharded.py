@@ -19,12 +19,11 @@ from rl_conformance.losses import (
     ReportingLoss,
     SequenceLikelihood,
 )
-from rl_conformance.reference import make_reference
-from rl_conformance.refits import run_refit
 from rl_conformance.registry import check, refusal
 from rl_conformance.several_ranks import (
     OF_AN_UPDATE,
     beside,
+    exported,
     layouts_of,
     moved_alike,
     named_layouts,
@@ -36,12 +35,11 @@ from rl_conformance.several_ranks import (
 )
 from rl_conformance.training import NegativeLogLikelihood, training_batch
 from rl_conformance.training_oracle import TrainingOracle, update_error
-from rl_conformance.weights import checkpoint_weights, engine_weights, policy_weights
+from rl_conformance.weights import policy_weights
 from rl_core.errors import TrainingError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-    from pathlib import Path
 
     from rl_conformance.context import Context
     from rl_conformance.several_ranks import Layout
@@ -228,36 +226,6 @@ def what_is_masked_reaches_no_rank(ctx: Context) -> None:
             same_step(ctx, pair.one.train(data, ReportingLoss(), mbs=2), many)
 
 
-@check("P14", modules=("rl_hosting",), gpus=2, timeout_s=300.0)
-def refits_are_exact(ctx: Context) -> None:
-    """R1, before and after a step: the engine has what the policy exports, and computes with it."""
-    ways: list[dict[str, Any]] = [{}]
-    if offered(ctx, "collective"):
-        ways.append({"transport": "collective", "address": "127.0.0.1"})
-    for layout in layouts_of(ctx):
-        with beside(ctx, layout) as pair:
-            config = {"model_name": str(pair.path), "torch_dtype": ctx.settings.dtype}
-            heat, prompts = pair.config["temperature"], ctx.prompts(5, 9, 3)
-            sampling = {"max_new_tokens": 3, "temperature": heat}
-            engine = ctx.closing(make_reference("generation", config | sampling))
-            engine.prepare_for_generation()
-            for way in ways:
-                pair.train(training_batch(_LENGTHS, seed=5), NegativeLogLikelihood())
-                run_refit(pair.many, engine, **way)
-                exported = _exported(ctx, pair.many)
-                installed = engine_weights(engine)
-                for name, tensor in exported.items():
-                    same_tensor(installed[name], tensor.to(installed[name].dtype), name)
-            output = engine.generate(prompts)
-            scores_fit(ctx, pair.many, prompts, output, scale=1 / heat)
-
-
-def _exported(ctx: Context, policy: Any, path: Path | None = None) -> dict[str, torch.Tensor]:
-    path = path or ctx.directory() / "checkpoint"
-    policy.save_checkpoint(str(path))
-    return checkpoint_weights(next(file.parent for file in sorted(path.rglob("config.json"))))
-
-
 @check("P14", modules=("rl_hosting",), gpus=2, timeout_s=400.0)
 def another_number_of_ranks_goes_on(ctx: Context) -> None:
     """A checkpoint goes from one rank to those of each layout and back: no step shows it.
@@ -308,9 +276,8 @@ def _goes_round(ctx: Context, layouts: Sequence[Layout], kind: str) -> None:
                     policy.train(data, NegativeLogLikelihood(), mbs=3),
                 )
             saved = ctx.directory() / (layout.name if layout else "back")
-            exported = _exported(ctx, policy, saved)
-            weights = policy_weights(alone)
-            error, name = update_error(exported, {n: weights[n] for n in exported}, before)
+            weights, written = policy_weights(alone), exported(ctx, policy, saved)
+            error, name = update_error(written, {n: weights[n] for n in written}, before)
             ctx.measure(f"update_relative_error of {name}", error, OF_AN_UPDATE)
 
 
