@@ -86,13 +86,14 @@ class _Lane:
         buckets: How many there are.
         window: Those that may be announced and not loaded.
         packed: Those that were announced.
-        packing: The next one is being packed.
+        asked: Those that were, or are to be packed: of another rank as many as there is room for,
+            so that it does not wait for this one.
     """
 
     buckets: int
     window: int
     packed: int = 0
-    packing: bool = False
+    asked: int = 0
 
 
 class SenderSession(Session):
@@ -225,7 +226,6 @@ class SenderSession(Session):
             return []
         assert self._lanes is not None, "there is a plan"
         filled = self._lanes[lane]
-        filled.packing = False
         filled.packed += 1
         message = messages.BucketReady(self.offer.session, index, digests, lane)
         readers = [key for key, peer in self._peers.items() if lane in peer.lanes]
@@ -393,7 +393,8 @@ class SenderSession(Session):
 
     def _on_packed(self, peer: _Peer, message: messages.BucketPacked) -> list[Effect]:
         rank, lanes = peer.hello.rank, self._lanes or {}
-        if rank not in lanes or not lanes[rank].packing or message.index != lanes[rank].packed:
+        due = lanes.get(rank)
+        if due is None or due.packed == due.asked or message.index != due.packed:
             return self._break(peer, f"BucketPacked({message.index}) without a question")
         return [Packed(message.index, message.digests, rank)]
 
@@ -434,13 +435,13 @@ class SenderSession(Session):
         for rank, lane in self._lanes.items():
             slowest = min(p.loaded[rank] for p in self._peers.values() if rank in p.lanes)
             loaded &= slowest == lane.buckets
-            room = lane.packed - slowest < lane.window
-            if lane.packing or lane.packed == lane.buckets or not room:
-                continue
-            lane.packing = True
+            room = min(lane.buckets, slowest + lane.window)
             if rank:
-                others.append(Send(messages.PackBucket(session, lane.packed), ranks[rank]))
-            else:
+                due = range(lane.asked, room)
+                others += [Send(messages.PackBucket(session, n), ranks[rank]) for n in due]
+                lane.asked = max(lane.asked, room)
+            elif lane.asked == lane.packed < room:
+                lane.asked += 1
                 own.append(Pack(lane.packed))
         if not loaded:
             return others + own
@@ -505,7 +506,11 @@ class SenderSession(Session):
         if self._expected is not None:
             return {rank: name for rank, name in self._names.items() if rank not in self._answers}
         lanes = self._lanes or {}
-        return {rank: self._names[rank] for rank, lane in lanes.items() if rank and lane.packing}
+        return {
+            rank: self._names[rank]
+            for rank, lane in lanes.items()
+            if rank and lane.packed < lane.asked
+        }
 
     def _late(self) -> str:
         """Who takes part and has not done what is due in this phase."""
