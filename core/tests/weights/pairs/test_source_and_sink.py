@@ -217,16 +217,6 @@ def test_what_cannot_be_closed_is_said_and_the_version_counts(trainer, engine, m
     monkeypatch.undo()
 
 
-def test_a_source_that_says_that_it_cannot_go_on_ends_the_refit(trainer, engine, monkeypatch):
-    def gone(self: Counted) -> None:
-        raise RefitError("rank 3 is gone", fix="")
-
-    monkeypatch.setattr(Counted, "check", gone)
-    with pytest.raises(RefitError, match="rank 3 is gone"):
-        trainer.sender.send(deadline_s=SOON).result(SOON)
-    assert counts(trainer) == [1]
-
-
 @pytest.mark.parametrize("isolation", ["quiesced", "staged"])
 @pytest.mark.parametrize("overlap", [slice(0, 20), slice(39, 40), slice(None)])
 def test_targets_that_overlap_and_are_not_tied_are_refused_before_a_byte_is_written(
