@@ -86,14 +86,14 @@ class _Lane:
         buckets: How many there are.
         window: Those that may be announced and not loaded.
         packed: Those that were announced.
-        asked: Those that were, or are to be packed: of another rank as many as there is room for,
+        wanted: Those that were, or are to be packed: of another rank as many as there is room for,
             so that it does not wait for this one.
     """
 
     buckets: int
     window: int
     packed: int = 0
-    asked: int = 0
+    wanted: int = 0
 
 
 class SenderSession(Session):
@@ -394,7 +394,7 @@ class SenderSession(Session):
     def _on_packed(self, peer: _Peer, message: messages.BucketPacked) -> list[Effect]:
         rank, lanes = peer.hello.rank, self._lanes or {}
         due = lanes.get(rank)
-        if due is None or due.packed == due.asked or message.index != due.packed:
+        if due is None or due.packed == due.wanted or message.index != due.packed:
             return self._break(peer, f"BucketPacked({message.index}) without a question")
         return [Packed(message.index, message.digests, rank)]
 
@@ -437,11 +437,11 @@ class SenderSession(Session):
             loaded &= slowest == lane.buckets
             room = min(lane.buckets, slowest + lane.window)
             if rank:
-                due = range(lane.asked, room)
+                due = range(lane.wanted, room)
                 others += [Send(messages.PackBucket(session, n), ranks[rank]) for n in due]
-                lane.asked = max(lane.asked, room)
-            elif lane.asked == lane.packed < room:
-                lane.asked += 1
+                lane.wanted = max(lane.wanted, room)
+            elif lane.wanted == lane.packed < room:
+                lane.wanted += 1
                 own.append(Pack(lane.packed))
         if not loaded:
             return others + own
@@ -509,7 +509,7 @@ class SenderSession(Session):
         return {
             rank: self._names[rank]
             for rank, lane in lanes.items()
-            if rank and lane.packed < lane.asked
+            if rank and lane.packed < lane.wanted
         }
 
     def _late(self) -> str:

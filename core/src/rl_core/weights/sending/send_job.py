@@ -266,7 +266,7 @@ class SendJob(Job[SenderSession]):
             case MakePlan(ready, ranks):
                 return self._agree(ready, ranks)
             case Answered(answers):
-                assert self._then is not None, "ranks answer what they were asked"
+                assert self._then is not None, "ranks answer what this one sent"
                 return self._then(answers)
             case Pack(index):
                 plan = self._plans[0]

@@ -148,7 +148,7 @@ def each_part_is_sent_once_to_who_keeps_it(ctx: Context) -> None:
 
 @check("R16", needs=("policy",), modules=("rl_hosting",), gpus=2, timeout_s=300.0)
 def the_ranks_may_change_between_refits(ctx: Context) -> None:
-    """One rank, those of each layout, one again: each delta is exact, whoever sent the last."""
+    """One rank, those of each layout, one again: each delta is exact, from any of them."""
     layouts = layouts_of(ctx)
     engine: _Rows | None = None
     with _taken_over():
@@ -235,7 +235,7 @@ def _is_torn_or_has(engine: Engine, weights: Tensors) -> None:
 
 @check("R16", needs=("policy",), modules=("rl_hosting",), gpus=2, timeout_s=400.0)
 def a_rank_that_stops_or_dies_is_named(ctx: Context) -> None:
-    """Any rank, before the deadline; the engine goes on with the next refit of whoever is left."""
+    """Any rank, before the deadline; the engine then takes a refit of the ranks that remain."""
     layout = layouts_of(ctx)[0]
     path, config = settings_of(ctx, "untied")
     dtype = ctx.settings.dtype
