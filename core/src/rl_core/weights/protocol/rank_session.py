@@ -11,13 +11,13 @@ from rl_core.errors import ManifestMismatchError, RefitAborted, RefitPeerError
 from rl_core.weights.protocol import messages
 from rl_core.weights.protocol.session import (
     Effect,
+    PeerSession,
     Perform,
     Phase,
     Send,
-    Session,
     describe,
 )
-from rl_core.weights.protocol.timing import FOLLOWER_GRACE_S, HELLO_S
+from rl_core.weights.protocol.timing import FOLLOWER_GRACE_S
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 __all__ = ["RankSession"]
 
 
-class RankSession(Session):
+class RankSession(PeerSession):
     """One refit, seen from a rank of the trainer that does not decide.
 
     The job calls :meth:`start`, then :meth:`receive` with what arrives, and answers each
@@ -71,38 +71,14 @@ class RankSession(Session):
         deadline_s: float,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        super().__init__(deadline_s + FOLLOWER_GRACE_S, clock)
+        super().__init__(hello, manifest, deadline_s + FOLLOWER_GRACE_S, clock)
         self.report: dict[str, Any] | None = None
         self.met = False
         self.leader_number = 0
-        self._hello = hello
         self._leader = leader
-        self._manifest = manifest
         self._failed = failed
         self._counted = counted
         self._session = ""
-        self._hello_at = 0.0
-
-    def start(self) -> list[Effect]:
-        """Sends the Hello."""
-        self._hello_at = self._clock() + HELLO_S
-        return [Send(self._hello)]
-
-    def tick(self) -> list[Effect]:
-        """See :meth:`Session.tick`; repeats the Hello while there is no offer."""
-        if self.phase.terminal:
-            return []
-        if not self.remaining_s:
-            return self.fail(
-                RefitPeerError(
-                    f"{self._leader} did not end the refit within its deadline",
-                    fix="look at what that worker does (its log, py-spy dump)",
-                    peer="rank 0",
-                    rank=0,
-                )
-            )
-        waits = self.phase is Phase.DISCOVER and self._clock() >= self._hello_at
-        return self.start() if waits else []
 
     def receive(self, message: messages.Offer | messages.Abort | messages.ToRank) -> list[Effect]:
         """Takes one message of rank 0."""
@@ -160,6 +136,8 @@ class RankSession(Session):
         if self.phase.terminal:
             return []
         offered = self.phase is not Phase.DISCOVER
+        if isinstance(error, RefitPeerError):
+            error.details.setdefault("rank", 0)
         self._end(Phase.ABORTED, error)
         assert self.error is not None
         # Of the class that it has here, also where that is none of ours.

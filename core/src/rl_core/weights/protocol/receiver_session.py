@@ -13,13 +13,12 @@ from rl_core.weights.protocol.session import (
     Effect,
     Install,
     Load,
+    PeerSession,
     Phase,
     Publish,
     Send,
-    Session,
     describe,
 )
-from rl_core.weights.protocol.timing import HELLO_S
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -30,7 +29,7 @@ VERIFY_LEVELS = ("none", "wire", "installed")
 ISOLATION_LEVELS = ("quiesced", "staged")
 
 
-class ReceiverSession(Session):
+class ReceiverSession(PeerSession):
     """One refit, seen from the engine.
 
     The job calls :meth:`start`, then :meth:`receive` with what arrives, performs the effects,
@@ -60,30 +59,14 @@ class ReceiverSession(Session):
         deadline_s: float,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        super().__init__(deadline_s, clock)
+        super().__init__(hello, manifest, deadline_s, clock)
         self.offer: messages.Offer | None = None
         self.touched = False
-        self._hello = hello
-        self._manifest = manifest
         self._ready = ready
         self._prepare: messages.Prepare | None = None
         self._buckets: Mapping[int, int] = {}  # by lane, as what follows
         self._announced: Counter[int] = Counter()
         self._loaded: Counter[int] = Counter()
-        self._hello_at = 0.0
-
-    def start(self) -> list[Effect]:
-        """Sends the Hello."""
-        self._hello_at = self._clock() + HELLO_S
-        return [Send(self._hello)]
-
-    def tick(self) -> list[Effect]:
-        """See :meth:`Session.tick`; repeats the Hello while there is no offer."""
-        if effects := super().tick():
-            return effects
-        if self.phase is Phase.DISCOVER and self._clock() >= self._hello_at:
-            return self.start()
-        return []
 
     # -- what happens -----------------------------------------------------------------------------
 

@@ -16,12 +16,12 @@ from rl_core.errors import (
     RefitProtocolError,
     RLError,
 )
-from rl_core.weights.protocol.timing import report_margin_s
+from rl_core.weights.protocol.timing import HELLO_S, report_margin_s
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from rl_core.weights.protocol.messages import Offer, Prepare, RankReady, Ready
+    from rl_core.weights.protocol.messages import Hello, Offer, Prepare, RankReady, Ready
 
 __all__ = [
     "Answered",
@@ -33,14 +33,15 @@ __all__ = [
     "MakePlan",
     "Pack",
     "Packed",
+    "PeerSession",
     "Perform",
     "Phase",
     "Publish",
     "Send",
     "Session",
     "describe",
-    "repeats_peer_error",
     "peer_error",
+    "repeats_peer_error",
 ]
 
 _MESSAGE_CHARS = 4000
@@ -170,7 +171,7 @@ Effect = (
 
 
 class Session(ABC):
-    """Base of the two state machines. No I/O, no threads; the clock is given.
+    """Base of all state machines. No I/O, no threads; the clock is given.
 
     Once :attr:`phase` is terminal, :attr:`error` tells why unless all went well.
 
@@ -262,6 +263,37 @@ class Session(ABC):
             if isinstance(error, RefitPeerError):
                 error.details.setdefault("peer", self._awaited())
         self._enter(phase)
+
+
+class PeerSession(Session):
+    """Base of those that take part in a refit of rank 0, of a receiver and of another rank.
+
+    Args:
+        hello: Of this process; :meth:`start` sends it, and :meth:`tick` repeats it.
+        manifest: Digest of its manifest.
+        deadline_s: Seconds for the refit.
+        clock: Monotonic seconds.
+    """
+
+    def __init__(
+        self, hello: Hello, manifest: str, deadline_s: float, clock: Callable[[], float]
+    ) -> None:
+        super().__init__(deadline_s, clock)
+        self._hello = hello
+        self._manifest = manifest
+        self._hello_at = 0.0
+
+    def start(self) -> list[Effect]:
+        """Sends the Hello."""
+        self._hello_at = self._clock() + HELLO_S
+        return [Send(self._hello)]
+
+    def tick(self) -> list[Effect]:
+        """See :meth:`Session.tick`; repeats the Hello while there is no offer."""
+        if effects := super().tick():
+            return effects
+        waits = self.phase is Phase.DISCOVER and self._clock() >= self._hello_at
+        return self.start() if waits else []
 
 
 def peer_error(
