@@ -92,7 +92,9 @@ ALL = bytes([1] * len(MANIFEST.owned))
 TO_RANK: list[Any] = [
     OFFER,
     m.HashParts(SESSION, {}, {}, ALL, BUCKET, "xxh3", True, TOKEN),
-    m.PrepareRank(SESSION, {}, {}, b"", BUCKET, False, "xxh3", TOKEN, "ipc", {}, ("id",), ((),)),
+    m.PrepareRank(
+        SESSION, {}, {}, b"", BUCKET, False, "xxh3", TOKEN, "ipc", {}, {"id": b""}, ((),)
+    ),
     *(m.PackBucket(SESSION, index) for index in range(len(PLAN.buckets))),
     m.ConfirmRank(SESSION),
     m.Over(SESSION, {"version": 1}),

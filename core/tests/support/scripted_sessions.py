@@ -71,7 +71,7 @@ RANK_READY = RankReady(S, 3, {}, 11, "host")
 HASH = HashParts(S, {}, {}, b"\x01", 64, "xxh3", True, "token")
 HASHED = PartsHashed(S, b"digests")
 PREPARE_RANK = PrepareRank(
-    S, {}, {}, b"", 64, False, "xxh3", "token", "ipc", {}, ("id0", "id1"), ((), ())
+    S, {}, {}, b"", 64, False, "xxh3", "token", "ipc", {}, {"id0": b"", "id1": b""}, ((), ())
 )
 RANK_PREPARED = RankPrepared(S, "plan")
 CONFIRMED = RankConfirmed(S, 3)

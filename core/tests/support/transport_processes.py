@@ -36,8 +36,8 @@ class ReceivingProcess:
         self.lane = self.end.attach(ref, self.name)
         self.lane.ends = time.monotonic() + within_s
 
-    def expect(self, start: int, stop: int) -> None:
-        self.lane.expect(start, stop)
+    def expect(self, start: int, stop: int, runs: Any = None) -> None:
+        self.lane.expect(start, stop, runs)
 
     def take(self, start: int, stop: int) -> list[int]:
         """Waits for what was expected first; the distinct values of the bytes there."""

@@ -62,9 +62,9 @@ def lane_for(sender: Any, remotes: dict[str, Remote], nbytes: int, within_s: flo
     return lane
 
 
-def fill(lane: Any, start: int, stop: int, value: int) -> None:
+def fill(lane: Any, start: int, stop: int, value: int, runs: Any = {}) -> None:  # noqa: B006
     lane.data[start:stop] = value
-    lane.publish(start, stop)
+    lane.publish(start, stop, runs)
 
 
 def until_no_more_than(before: Any, held_now: Callable[[], Any]) -> None:
@@ -120,6 +120,26 @@ def test_a_broadcast_moves_nothing_but_its_own_bytes():
         assert remote.take(0, 3 * MIB) == [0, 5]
 
 
+def test_each_receiver_gets_its_runs_and_no_other_byte():
+    with members(3) as (sender, remotes):
+        lane = lane_for(sender, {f"r{i}": r for i, r in enumerate(remotes)}, 5 * MIB)
+        runs = {
+            "r0": [(0, MIB), (2 * MIB, 3 * MIB)],
+            "r1": [(MIB, 2 * MIB), (4 * MIB, 5 * MIB)],
+            "r2": [],
+        }
+        for remote, its in zip(remotes, runs.values(), strict=True):
+            remote.expect(0, 5 * MIB, its)
+            remote.expect(0, MIB)
+        for n in range(5):
+            lane.data[n * MIB : (n + 1) * MIB] = n + 1
+        lane.publish(0, 5 * MIB, dict(reversed(runs.items())))
+        for remote, wanted in zip(remotes, ([0, 1, 3], [0, 2, 5], [0]), strict=True):
+            assert remote.take(0, 5 * MIB) == wanted
+        fill(lane, 0, MIB, 9)  # and a broadcast after it
+        assert [remote.take(0, MIB) for remote in remotes] == [[9]] * 3
+
+
 def test_what_is_published_before_the_receivers_attach_waits_for_them():
     with members(1) as (sender, (remote,)):
         lane = sender.lane(MIB, CPU, ["r0"])
@@ -173,20 +193,27 @@ def test_a_lane_serves_its_own_receivers_in_any_order():
 # -- peers that die or hang ------------------------------------------------------------------------
 
 
-def test_a_killed_receiver_fails_the_broadcast():
+@pytest.mark.parametrize("runs", [{}, {"r0": [(0, MUCH)]}], ids=["broadcast", "apart"])
+def test_a_killed_receiver_fails_the_transfer(runs):
     with members(1) as (sender, (remote,)):
         lane = lane_for(sender, {"r0": remote}, MUCH)
         remote.expect(0, 1)
         fill(lane, 0, 1, 1)
         assert remote.take(0, 1) == [1]  # the group is there
-        fill(lane, 0, MUCH, 1)
+        fill(lane, 0, MUCH, 1, runs)
         remote.kill()
         assert until_failed(lane).phase == "TRANSFER"
         assert not lane.serves(["r0"])
 
 
+#: Bytes that each of two receivers gets for itself, or both in a broadcast.
+SECOND_HALF = [(MUCH // 2, MUCH)]
+WAYS = pytest.mark.parametrize("its", [None, SECOND_HALF], ids=["broadcast", "apart"])
+
+
+@WAYS
 @pytest.mark.parametrize("fate", ["kill", "stop"])
-def test_a_lost_receiver_keeps_neither_the_sender_nor_the_others_from_a_new_group(fate):
+def test_a_lost_receiver_keeps_neither_the_sender_nor_the_others_from_a_new_group(fate, its):
     with members(2) as (sender, (bad, good)):
         lane = lane_for(sender, {"r0": bad, "r1": good}, MUCH)
         for remote in (bad, good):
@@ -194,8 +221,8 @@ def test_a_lost_receiver_keeps_neither_the_sender_nor_the_others_from_a_new_grou
         fill(lane, 0, MUCH // 2, 1)
         assert bad.take(0, MUCH // 2) == [1]  # the group is there
         getattr(bad, fate)()
-        good.expect(MUCH // 2, MUCH)
-        fill(lane, MUCH // 2, MUCH, 1)
+        good.expect(MUCH // 2, MUCH, its)
+        fill(lane, MUCH // 2, MUCH, 1, {"r0": its, "r1": its} if its else {})
         lane.close()
         good.close()
         lane = lane_for(sender, {"r1": good}, MIB)
@@ -204,7 +231,8 @@ def test_a_lost_receiver_keeps_neither_the_sender_nor_the_others_from_a_new_grou
         assert good.take(0, MIB) == [6]
 
 
-def test_a_member_that_hangs_costs_no_thread_descriptor_or_buffer_after_the_deadline():
+@WAYS
+def test_a_member_that_hangs_costs_no_thread_descriptor_or_buffer_after_the_deadline(its):
     with members(2) as (sender, (bad, good)):
 
         def half() -> Any:
@@ -222,8 +250,8 @@ def test_a_member_that_hangs_costs_no_thread_descriptor_or_buffer_after_the_dead
         lane = half()
         buffer = weakref.ref(lane.data)
         bad.stop()
-        good.expect(MUCH // 2, MUCH)
-        fill(lane, MUCH // 2, MUCH, 1)
+        good.expect(MUCH // 2, MUCH, its)
+        fill(lane, MUCH // 2, MUCH, 1, {"r0": its, "r1": its} if its else {})
         lane.close()
         good.close()
         until_no_more_than(before, lambda: (held(), good.held()))
@@ -232,17 +260,18 @@ def test_a_member_that_hangs_costs_no_thread_descriptor_or_buffer_after_the_dead
 
 @pytest.mark.parametrize("begun", [True, False])
 @pytest.mark.parametrize("fate", ["kill", "stop"])
-def test_a_receiver_outlives_its_sender_and_joins_the_next(fate, begun):
+@pytest.mark.parametrize("runs", [None, [(0, MUCH)]], ids=["broadcast", "apart"])
+def test_a_receiver_outlives_its_sender_and_joins_the_next(fate, begun, runs):
     with Remote(SendingProcess, "collective", {"ip": LOCAL, "port": 0, "receivers": 1}) as first:
         receiver = COLLECTIVE.receiver(first.address())
         receiver.rendezvous(SOON)
         lane = receiver.attach(first.lane(MUCH, ["a"]), "a")
         if begun:
             exchange(first, lane)
-        lane.expect(0, MUCH)
+        lane.expect(0, MUCH, runs)
         getattr(first, fate)()
         if fate == "kill":
-            with pytest.raises(RefitPeerError, match="broadcast from the sender"):
+            with pytest.raises(RefitPeerError, match="transfer from the sender"):
                 await_arrival(lane)
         lane.close()
         receiver.close()

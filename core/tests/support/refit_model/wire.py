@@ -77,7 +77,7 @@ class SharedLane(Lane):
     def allocate_view(self, start: int, stop: int) -> torch.Tensor:
         return torch.frombuffer(self.memory, dtype=torch.uint8, offset=start, count=stop - start)
 
-    def publish(self, start: int, stop: int) -> None:
+    def publish(self, start: int, stop: int, runs: Any = None) -> None:
         task = running()
         assert task is not None
         if task.job._share.buckets.plan.mode is not DataMode.DIRECT:
@@ -85,7 +85,7 @@ class SharedLane(Lane):
         self._world.overhear((start, stop), bytes(self.memory[start:stop]))
         point("packed")
 
-    def expect(self, start: int, stop: int) -> None:
+    def expect(self, start: int, stop: int, runs: Any = None) -> None:
         """Whoever plays a refit also gives the bytes that belong to it."""
         assert self._engine is not None
         assert self._engine.connection is not None
@@ -118,11 +118,11 @@ class GroupLane(SharedLane):
             self.memory = bytearray(len(self.memory))
             self.data = torch.frombuffer(self.memory, dtype=torch.uint8)
 
-    def publish(self, start: int, stop: int) -> None:
+    def publish(self, start: int, stop: int, runs: Any = None) -> None:
         self._group.spans.append(bytes(self.memory[start:stop]))
         point("packed")
 
-    def expect(self, start: int, stop: int) -> None:
+    def expect(self, start: int, stop: int, runs: Any = None) -> None:
         self._expected.append((start, stop))
 
     def arrived(self) -> bool:

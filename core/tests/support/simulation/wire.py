@@ -30,11 +30,11 @@ class MemoryLane(Lane):
     def allocate_view(self, start: int, stop: int) -> torch.Tensor:
         return torch.frombuffer(self.memory, dtype=torch.uint8, offset=start, count=stop - start)
 
-    def publish(self, start: int, stop: int) -> None:
+    def publish(self, start: int, stop: int, runs: Any = None) -> None:
         self._faults.reached("publish")
         self.published.append((start, stop))
 
-    def expect(self, start: int, stop: int) -> None:
+    def expect(self, start: int, stop: int, runs: Any = None) -> None:
         self._faults.reached("expect")
 
     def release(self) -> None:

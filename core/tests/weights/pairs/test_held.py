@@ -101,7 +101,7 @@ class Rig:
         lane.data = torch.zeros(plan.lane_bytes, dtype=torch.uint8)
         table = DigestTable(self.manifest, dict(known))
         given = sent_parts(self.source, parts, self.manifest, plan.sent, None)
-        packer = Packer(SenderBuckets(plan, lane, self.block_hash), given, table)
+        packer = Packer(SenderBuckets(plan, lane, self.block_hash), given, table, {})
         sink: Any = self.sink
         expected = WeightManifest.of(sink.specs())
         if staged:
@@ -253,11 +253,11 @@ def test_an_engine_is_torn_only_if_something_was_written(keep, mode, kind, first
     [lane] = trainer.sender.kept.connections["ipc"].lanes.values()
     publish, wrong = lane.publish, []
 
-    def damage(start: int, stop: int) -> None:
+    def damage(start: int, stop: int, runs: Any) -> None:
         wrong.append(start)
         if len(wrong) == (1 if first else 2):
             lane.data[start + 3] ^= 1
-        publish(start, stop)
+        publish(start, stop, runs)
 
     lane.publish = damage
     _, receiver = fails(trainer, engine, mode=mode)
@@ -283,9 +283,9 @@ def test_the_tensor_that_is_wrong_is_named_among_those_that_are_verified_togethe
     [lane] = trainer.sender.kept.connections["ipc"].lanes.values()
     publish = lane.publish
 
-    def damage(start: int, stop: int) -> None:
+    def damage(start: int, stop: int, runs: Any) -> None:
         lane.data[start + 7 * 128] ^= 1
-        publish(start, stop)
+        publish(start, stop, runs)
 
     lane.publish = damage
     _, receiver = fails(trainer, engine, **options)

@@ -175,9 +175,9 @@ def test_wire_notices_bytes_that_were_damaged_on_the_way(keep, mode, kind):
     [lane] = trainer.sender.kept.connections["ipc"].lanes.values()
     publish = lane.publish
 
-    def damage(start: int, stop: int) -> None:
+    def damage(start: int, stop: int, runs: Any) -> None:
         lane.data[start + 4] ^= 255
-        publish(start, stop)
+        publish(start, stop, runs)
 
     lane.publish = damage
     sender, receiver = fails(trainer, engine, mode=mode)
@@ -223,12 +223,12 @@ def test_bytes_that_somebody_forged_between_hosts_are_noticed(meeting):
     [lane] = trainer.sender.kept.connections["collective"].lanes.values()
     publish = lane.publish
 
-    def forge(start: int, stop: int) -> None:
+    def forge(start: int, stop: int, runs: Any) -> None:
         content = bytes(lane.data[start:stop].tolist())
         forged = second_preimage(content[:512], 666, 777) + content[512:]
         assert xxhash.xxh3_128_digest(forged) == xxhash.xxh3_128_digest(content) != b""
         lane.data[start:stop] = torch.tensor(list(forged), dtype=torch.uint8)
-        publish(start, stop)
+        publish(start, stop, runs)
 
     lane.publish = forge
     errors = send_between_hosts(trainer, engine)
@@ -261,7 +261,7 @@ def test_none_does_not_notice(keep):
     trainer, engine = keep(Trainer(tensors)), keep(Engine(blank(tensors)))
     go(trainer, engine)
     [lane] = trainer.sender.kept.connections["ipc"].lanes.values()
-    lane.publish = lambda start, stop: lane.data[start:stop].fill_(0)
+    lane.publish = lambda start, stop, runs: lane.data[start:stop].fill_(0)
     go(trainer, engine, verify="none")
     assert not engine.sink.tensor["a"].any()
 

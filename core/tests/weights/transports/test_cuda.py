@@ -327,15 +327,23 @@ def test_both_processes_fold_to_the_same_digest_as_a_cpu() -> None:
         assert receiver.copy()[0] == on_cpu
 
 
+BYTE = torch.zeros(1, dtype=torch.uint8)
+
+
 class Communicator:
-    """A group of NCCL whose broadcasts end, as those of one that was aborted do."""
+    """A group of NCCL whose transfers end, as those of one that was aborted do."""
 
     def __init__(self, state: Any) -> None:
         self.get_error = lambda: state
-        self.settings: dict[str, str] = {}
+        self.rank = lambda: 0
+        self.calls: list[str] = []
 
-    def broadcast(self, *_: Any) -> SimpleNamespace:
-        return SimpleNamespace(wait=lambda: None)
+    def __getattr__(self, name: str) -> Any:
+        def call(*_: Any) -> SimpleNamespace:
+            self.calls.append(name)
+            return SimpleNamespace(wait=lambda: None)
+
+        return call
 
 
 @pytest.fixture
@@ -346,10 +354,22 @@ def nccl(monkeypatch: pytest.MonkeyPatch) -> Any:
     return groups._Nccl(torch.device("cuda", 0))
 
 
-def test_a_broadcast_of_a_communicator_that_broke_is_no_success(nccl: Any) -> None:
+@pytest.mark.parametrize(
+    ("runs", "calls"),
+    [
+        (None, ["broadcast"]),
+        ([], []),
+        ([(1, BYTE), (2, BYTE)], ["_start_coalescing", "send", "send", "_end_coalescing"]),
+    ],
+    ids=["broadcast", "nothing", "apart"],
+)
+def test_a_transfer_of_a_communicator_that_broke_is_no_success(
+    nccl: Any, runs: Any, calls: list[str]
+) -> None:
     states = groups._C10D.ErrorType
-    span = groups._Span(torch.zeros(1), None)
-    nccl.move(Communicator(states.SUCCESS), span)
+    span = groups._Span(BYTE, runs, 0.0)
+    nccl.move(sound := Communicator(states.SUCCESS), span)
+    assert sound.calls == calls
     with pytest.raises(RuntimeError, match="NCCL reports"):
         nccl.move(Communicator(states.REMOTE_ERROR), span)
 

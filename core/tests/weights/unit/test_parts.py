@@ -13,13 +13,14 @@ from hypothesis import strategies as st
 
 from rl_core.errors import ManifestMismatchError, RefitProtocolError
 from rl_core.interfaces import Box, Piece, TensorSpec
-from rl_core.weights.data.manifest import WeightManifest, dtype_of
+from rl_core.weights.data.manifest import WeightManifest, dtype_of, nbytes
 from rl_core.weights.data.parts import (
     Partition,
     box_of,
     check_layout,
     layout_of,
     narrowed,
+    readers_of,
     runs_in,
 )
 from rl_core.weights.data.plan import ALIGN, DataMode, make_plan
@@ -93,6 +94,42 @@ def test_both_sides_derive_the_same_parts_from_the_cuts(model):
     other = Partition.checked(WeightManifest(manifest.tensors), dict(parts.cuts))
     assert other.manifest.digest == parts.manifest.digest
     assert Partition.of(manifest, layouts, parts) is parts
+
+
+@given(models(), st.integers(ALIGN, 300), st.data())
+def test_every_engine_receives_each_part_that_it_keeps_once_and_nothing_else(
+    model, bucket_bytes, data
+):
+    """By the bytes of a lane, one by one: which segment each is of, and which runs have it."""
+    manifest, layouts = model
+    sides = st.lists(st.sampled_from(layouts), min_size=1, max_size=4)
+    ranks, engines = [{}, *data.draw(sides)], data.draw(sides)
+    parts = Partition.of(manifest, [*ranks, *engines])
+    count = len(parts.manifest.owned)
+    keeps = {f"e{n}": parts.mask(layout) for n, layout in enumerate(engines)}
+    unneeded = bytes(not any(mask[n] for mask in keeps.values()) for n in range(count))
+    drawn = data.draw(st.lists(st.booleans(), min_size=count, max_size=count))
+    skip = data.draw(st.sampled_from([b"", bytes(map(max, unneeded, drawn))]))
+    got: dict[str, Counter[int]] = {engine: Counter() for engine in keeps}
+    for rank, gives in parts.shared_out(dict(enumerate(ranks))).items():
+        idle = ["e0"] if rank == 0 else []
+        left_out, readers = readers_of(keeps, gives, skip, first=rank, idle=idle)
+        plan = make_plan(parts, bucket_bytes, skip=left_out)
+        assert rank or "e0" in readers
+        for bucket in plan.buckets:
+            of_byte = {at: s.tensor for s in bucket.segments for at in range(s.start, s.stop)}
+            runs = {engine: bucket.runs(reads) for engine, reads in readers.items()}
+            assert None not in runs.values() or not any(runs.values())  # all know of a broadcast
+            for engine, its in runs.items():
+                stretches = [(bucket.start, bucket.stop)] if its is None else its
+                here = [at for start, stop in stretches for at in range(start, stop)]
+                found = [of_byte[at] for at in here if at in of_byte]
+                assert len(here) - len(found) < ALIGN * len(bucket.segments)  # what aligns them
+                got[engine].update(found)
+    for engine, mask in keeps.items():
+        left = [n for n in range(count) if mask[n] and not (skip and skip[n])]
+        wanted = Counter({n: nbytes(parts.manifest.owned[n]) for n in left})
+        assert got[engine] == wanted
 
 
 @given(models())

@@ -1,12 +1,15 @@
-"""A lane over a process group: what the sender publishes is broadcast to the members.
+"""A lane over a process group: what the sender publishes is sent to the members that read it.
+
+What all members read is broadcast. Of the rest the sender sends to each member what this one reads,
+to all of them at once.
 
 The group belongs to one lane. It is independent of torch's default group, and ends with the
 lane: members that left or joined, or a broadcast that failed, call for a new lane.
 
-Making a group, waiting for a broadcast and letting a group go all block. So each lane has a thread
-that does all three, and nobody waits for that thread for long. A member that hangs lets a broadcast
+Making a group, waiting for bytes and letting a group go all block. So each lane has a thread that
+does all three, and nobody waits for that thread for long. A member that hangs lets the transfer
 hang, which gloo has no way to end: a lane that is closed leaves its thread, its buffer and the
-group's connections to the deadline of the refit, which is the broadcast's timeout.
+group's connections to the deadline of the refit, which is the timeout of all that travels.
 
 The NCCL half is written against torch's documented interface and was never run: there was no
 machine with two GPUs.
@@ -34,7 +37,9 @@ from rl_core.errors import RefitError, RefitPeerError, RefitProtocolError
 from rl_core.weights.transports.base import Lane
 
 if TYPE_CHECKING:
-    from collections.abc import Generator, Sequence
+    from collections.abc import Generator, Mapping, Sequence
+
+    from rl_core.weights.data.plan import Runs
 
 __all__ = ["GroupLane", "GroupRef", "Member"]
 
@@ -61,7 +66,7 @@ class GroupRef(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     Attributes:
         kind: Distinguishes it from other lanes.
         group_name: Never used before.
-        backend: What broadcasts.
+        backend: What moves the bytes.
         members: Ids of the receivers, in the order of their ranks from 1; 0 is the sender.
         nbytes: Size of the lane.
     """
@@ -105,9 +110,15 @@ class Member:
 
 @dataclass
 class _Span:
-    """Bytes that travel, or are to come, until the time ``ends`` at most."""
+    """Bytes that travel, or are to come, until the time ``ends`` at most.
+
+    Attributes:
+        data: What is broadcast, if ``runs`` is None.
+        runs: Else, what travels between this member and another one, with that one's rank.
+    """
 
     data: torch.Tensor
+    runs: list[tuple[int, torch.Tensor]] | None
     ends: float
     written: torch.cuda.Event | None = None
     done: threading.Event = field(default_factory=threading.Event)
@@ -130,13 +141,21 @@ class _Gloo:
         return gloo(store, member.rank, member.size, options)
 
     def move(self, group: Any, span: _Span) -> None:
-        """Broadcasts from rank 0; returns when the bytes are received, or sent."""
-        options = _from_sender()
-        options.timeout = timedelta(seconds=min(max(span.ends - time.monotonic(), 0.001), _MOVE_S))
-        group.broadcast([span.data], options).wait()
+        """Moves bytes from rank 0; returns when they are received, or sent."""
+
+        def left() -> timedelta:
+            return timedelta(seconds=min(max(span.ends - time.monotonic(), 0.001), _MOVE_S))
+
+        if span.runs is None:
+            options = _from_sender()
+            options.timeout = left()
+            group.broadcast([span.data], options).wait()
+            return
+        for work in _exchange(group, span.runs):
+            work.wait(left())
 
     def abort(self, group: Any) -> None:
-        """Gloo cannot: a broadcast that hangs ends with its timeout."""
+        """Gloo cannot: what hangs ends with its timeout."""
 
 
 class _Nccl:
@@ -151,13 +170,23 @@ class _Nccl:
         options = nccl.Options()
         options._timeout = timedelta(seconds=_MOVE_S)
         with _survive_errors():
-            return nccl(store, member.rank, member.size, options)
+            group = nccl(store, member.rank, member.size, options)
+        # All members make the communicator with this; of what travels later, some have no part.
+        start = torch.zeros(1, dtype=torch.uint8, device=self._device)
+        self.move(group, _Span(start, None, time.monotonic() + _MOVE_S))
+        return group
 
     def move(self, group: Any, span: _Span) -> None:
         with torch.cuda.stream(self._stream):
             if span.written is not None:
                 self._stream.wait_event(span.written)
-            group.broadcast([span.data], _from_sender()).wait()  # the stream waits, not the host
+            # For what is waited here, the stream waits, and not the host.
+            if span.runs is None:
+                group.broadcast([span.data], _from_sender()).wait()
+            elif span.runs:
+                group._start_coalescing()  # all of them at once, or they wait for each other
+                _exchange(group, span.runs)
+                group._end_coalescing().wait()
             self._stream.synchronize()
         # A communicator that was aborted, because a peer failed, lets all that waits for it go on.
         if (state := group.get_error()) != _C10D.ErrorType.SUCCESS:
@@ -182,14 +211,14 @@ class _Carrier:
         self._thread.start()
 
     def take(self, span: _Span) -> None:
-        """Puts a broadcast in line."""
+        """Puts bytes in line."""
         self._spans.put(span)
 
     def check(self) -> None:
         """Raises if nothing will be carried any more."""
         if self.failure or self._stopped.is_set():
             raise RefitPeerError(
-                f"the broadcast from the sender failed: {self.failure or 'it was closed'}",
+                f"the transfer from the sender failed: {self.failure or 'it was closed'}",
                 fix="call refit again; the members that still run form a new group",
                 phase="TRANSFER",
             )
@@ -232,7 +261,7 @@ class _Carrier:
             while not self._stopped.is_set() and (span := self._spans.get()) is not None:
                 self._backend.move(self._group, span)
                 if self._stopped.is_set():
-                    return  # an aborted broadcast ends like one that succeeded
+                    return  # what was aborted ends like what succeeded
                 span.done.set()
         except Exception as error:  # check() raises it
             self.failure = (str(error).splitlines() or [type(error).__name__])[0]
@@ -273,7 +302,7 @@ class GroupLane(Lane):
         """See :meth:`Lane.serves`; their ranks are those of ``ref``, in whatever order they are."""
         return set(receivers) == set(self.ref["members"]) and not self._carrier.failure
 
-    def publish(self, start: int, stop: int) -> None:
+    def publish(self, start: int, stop: int, runs: Mapping[str, Runs] = {}) -> None:
         """See :meth:`Lane.publish`.
 
         Raises:
@@ -283,10 +312,17 @@ class GroupLane(Lane):
         written = _CUDA.Event() if self._cuda else None
         if written is not None:
             written.record(torch.cuda.current_stream(self.data.device))
-        self._carrier.take(_Span(self.data[start:stop], self.ends, written))
+        sent = [
+            (number, self.data[first:after])
+            for number, member in enumerate(self.ref["members"], 1)
+            for first, after in runs.get(member, ())
+        ]
+        apart = sent if runs else None
+        self._carrier.take(_Span(self.data[start:stop], apart, self.ends, written))
 
-    def expect(self, start: int, stop: int) -> None:
-        span = _Span(self.data[start:stop], self.ends)
+    def expect(self, start: int, stop: int, runs: Runs | None = None) -> None:
+        apart = None if runs is None else [(0, self.data[first:after]) for first, after in runs]
+        span = _Span(self.data[start:stop], apart, self.ends)
         self._expected.append(span)
         self._carrier.take(span)
 
@@ -309,6 +345,12 @@ class GroupLane(Lane):
         self._stop()
         self._expected.clear()
         self.data = torch.empty(0, dtype=torch.uint8)
+
+
+def _exchange(group: Any, runs: Sequence[tuple[int, torch.Tensor]]) -> list[Any]:
+    """Begins to send runs to other members or, on these, to receive them."""
+    move = group.recv if group.rank() else group.send
+    return [move([data], peer, 0) for peer, data in runs]
 
 
 def _from_sender() -> c10d.BroadcastOptions:

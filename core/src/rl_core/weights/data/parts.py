@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property, lru_cache
+from functools import cached_property, lru_cache, reduce
 from itertools import pairwise, product
+from operator import and_, or_
 from typing import TYPE_CHECKING, Self, TypeAlias
 
 from rl_core.errors import ManifestMismatchError, RefitProtocolError
@@ -34,6 +35,7 @@ __all__ = [
     "check_layout",
     "layout_of",
     "narrowed",
+    "readers_of",
     "runs_in",
     "sizes_of",
 ]
@@ -190,6 +192,32 @@ class KnownPieces:
             one is other or (one.tensor is other.tensor and one[:2] == other[:2])
             for one, other in zip(pieces, self._pieces, strict=True)
         )
+
+
+def readers_of(
+    keeps: Mapping[str, bytes], gives: bytes, skip: bytes, *, first: int, idle: Collection[str]
+) -> tuple[bytes, dict[str, bytes]]:
+    """A mask like ``skip`` of a rank's plan, and by engine the ``reads`` of its ``LaneInfo``.
+
+    Args:
+        keeps: By engine, a mask of the parts that it keeps.
+        gives: A mask of the parts that come from this rank.
+        skip: A mask of the parts that no engine needs; empty if all are needed.
+        first: Which engine is the first, another one for every rank: they send to it first.
+        idle: Engines that are among the readers, whether they read anything or not.
+    """
+    # A number has one byte for each part, so that all are compared at once.
+    count, sent = len(gives), int.from_bytes(gives) & ~int.from_bytes(skip)
+    reads = {key: int.from_bytes(mask) & sent for key, mask in keeps.items()}
+    keys = [key for key, mask in reads.items() if mask or key in idle]
+    given, all_of_it = reduce(or_, reads.values()), int.from_bytes(b"\1" * count)
+    left_out = (all_of_it ^ given).to_bytes(count) if given != all_of_it else b""
+    common = reduce(and_, (reads[key] for key in keys), given)
+    at = first % max(1, len(keys))
+    return left_out, {
+        key: b"" if common == given else (reads[key] + common).to_bytes(count)
+        for key in keys[at:] + keys[:at]
+    }
 
 
 def check_layout(manifest: WeightManifest, layout: Layout, peer: str) -> None:

@@ -10,7 +10,7 @@ import enum
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 import msgspec
 import xxhash
@@ -30,10 +30,12 @@ if TYPE_CHECKING:
 __all__ = [
     "ALIGN",
     "BLOCK",
+    "BY_ALL",
     "MAX_BUCKETS",
     "SLOTS",
     "Bucket",
     "DataMode",
+    "Runs",
     "Segment",
     "TransferPlan",
     "make_plan",
@@ -47,6 +49,10 @@ ALIGN = 64
 SLOTS = 2
 #: Buckets of a direct refit that may be announced and not loaded: enough to keep loaders busy.
 _ANNOUNCED = 3
+#: What ``LaneInfo.reads`` has for a part that every receiver of the lane reads.
+BY_ALL = 2
+#: First byte, and that after the last, of stretches of a lane.
+Runs: TypeAlias = "list[tuple[int, int]]"
 #: Buckets that a plan may have: making one with more takes longer than a second.
 MAX_BUCKETS = 1 << 16
 
@@ -123,6 +129,21 @@ class Bucket:
     def nbytes(self) -> int:
         """Bytes that a copy of the bucket takes."""
         return sum(_align(segment.stop - segment.start) for segment in self.segments)
+
+    def runs(self, reads: bytes) -> Runs | None:
+        """What a receiver reads of a packed lane, by the ``reads`` of its ``LaneInfo``.
+
+        None if every receiver of the lane reads all of the bucket.
+        """
+        if not reads or all(reads[segment.tensor] == BY_ALL for segment in self.segments):
+            return None
+        found: Runs = []
+        for segment in self.segments:
+            if not reads[segment.tensor]:
+                continue
+            near = bool(found) and segment.start - found[-1][1] < ALIGN  # nothing lies between
+            found.append((found.pop()[0] if near else segment.start, segment.stop))
+        return found
 
     @property
     def start(self) -> int:

@@ -8,7 +8,7 @@ import msgspec
 
 from rl_core.interfaces.weights import Box  # noqa: TC001 - msgspec resolves it
 
-PROTOCOL = 8
+PROTOCOL = 9
 """Version of all that crosses between the two sides, which refuse each other if it differs."""
 
 
@@ -76,7 +76,8 @@ class LaneInfo(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         plan: Digest of the plan.
         skip: A byte for each part, 1 for those that are not in the lane; empty if all are.
         ref: How to reach it.
-        reads: A byte for each part, 1 for those that the receiver takes from here; empty for all.
+        reads: A byte for each part: 1 if the receiver takes it from here, 2 if all receivers of the
+            lane do; empty if each of them takes all that is in the lane.
         layout: The boxes that lie in a direct lane, of tensors that are not whole there.
     """
 
@@ -198,8 +199,9 @@ class PrepareRank(_InSession, frozen=True):
     """Rank 0: make your lane.
 
     ``skip`` has a byte for each part, 1 for those that do not come from you; ``address`` is that of
-    rank 0's end of the transport, ``receivers`` are those who attach to the lane, and ``gpus`` are
-    the GPUs that each of them reaches. All else is as in a receiver's ``Prepare``.
+    rank 0's end of the transport, ``readers`` are the receivers that attach to the lane, with the
+    ``reads`` of their ``LaneInfo``, and ``gpus`` are the GPUs that each receiver reaches. All else
+    is as in a receiver's ``Prepare``.
     """
 
     dtypes: dict[str, str]
@@ -211,7 +213,7 @@ class PrepareRank(_InSession, frozen=True):
     token: str
     transport: str
     address: dict[str, Any]
-    receivers: tuple[str, ...]
+    readers: dict[str, bytes]
     gpus: tuple[tuple[str, ...], ...]
 
 

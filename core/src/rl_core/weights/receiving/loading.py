@@ -171,7 +171,7 @@ class ReceiverBuckets:
         plan: What comes.
         data: The lane.
         block_hash: Of the sender.
-        reads: A byte for each part, 1 for those that are taken from this lane; empty for all.
+        reads: As of ``LaneInfo``.
     """
 
     def __init__(
@@ -186,7 +186,7 @@ class ReceiverBuckets:
         self.plan = plan
         self.data = data
         self._hash = block_hash
-        self._reads = reads
+        self.reads = reads
         self._sunk = False  # some part is written by calls of the sink
         self._scratch = torch.empty(0, dtype=torch.uint8)
         self._steps: dict[tuple[int, bool], list[_Step]] = {}
@@ -200,7 +200,7 @@ class ReceiverBuckets:
 
     def segments(self, index: int) -> list[Segment]:
         """What is taken of a bucket."""
-        segments, reads = self.plan.buckets[index].segments, self._reads
+        segments, reads = self.plan.buckets[index].segments, self.reads
         return [s for s in segments if reads[s.tensor]] if reads else list(segments)
 
     def forget_steps(self, *, all_of_them: bool) -> None:
@@ -236,7 +236,7 @@ class ReceiverBuckets:
         before = False
         for segment in plan.buckets[index].segments:
             blocks = -(-(segment.stop - segment.start) // size)
-            if self._reads and not self._reads[segment.tensor]:
+            if self.reads and not self.reads[segment.tensor]:
                 block += blocks
                 continue
             in_place = self.places.is_written_in_place(segment.spec, device)
@@ -421,7 +421,7 @@ class Loader:
     ) -> None:
         self.known = known
         self._all = lanes
-        self._lanes = lanes.lanes
+        self.lanes = lanes.lanes
         self._places = lanes.places
         self._verify = verify
         self._mark_torn = mark_torn
@@ -431,11 +431,7 @@ class Loader:
     @property
     def nbytes(self) -> int:
         """Bytes that the engine takes."""
-        return sum(buckets.nbytes for buckets in self._lanes.values())
-
-    def plan(self, lane: int) -> TransferPlan:
-        """What comes through a lane."""
-        return self._lanes[lane].plan
+        return sum(buckets.nbytes for buckets in self.lanes.values())
 
     @torch.no_grad()
     def load(self, index: int, digests: bytes, lane: int) -> None:
@@ -444,7 +440,7 @@ class Loader:
         The digests that are remembered are those of the copy that is the engine's, or that was
         written to it: whatever happens to the lane meanwhile, they are those of its tensors.
         """
-        buckets, table = self._lanes[lane], self._tables[lane]
+        buckets, table = self.lanes[lane], self._tables[lane]
         steps = buckets.steps(index, verified=self._verify != "none")
         if self._verify == "none":
             self._mark_torn()

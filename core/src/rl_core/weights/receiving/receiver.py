@@ -452,7 +452,7 @@ class ReceiveJob(Job[ReceiverSession]):
             else:
                 time.sleep(_PAUSE_S)
                 return
-            self.session.at = self._loader.plan(load.lane).buckets[load.index].name
+            self.session.at = self._loader.lanes[load.lane].plan.buckets[load.index].name
             self._loads.remove(load)
             self._loader.load(load.index, load.digests, load.lane)
             self._lanes[load.lane].release()
@@ -478,8 +478,10 @@ class ReceiveJob(Job[ReceiverSession]):
                 return session.attached(self._attach(prepare, offer))
             case Load(index, _, lane):
                 assert self._loader is not None
-                bucket = self._loader.plan(lane).buckets[index]
-                self._lanes[lane].expect(bucket.start, bucket.stop)
+                buckets = self._loader.lanes[lane]
+                bucket = buckets.plan.buckets[index]
+                runs = bucket.runs(buckets.reads)
+                self._lanes[lane].expect(bucket.start, bucket.stop, runs)
                 self._loads.append(effect)
             case Install(offer, digest):
                 if self._locked or self._quiesce():

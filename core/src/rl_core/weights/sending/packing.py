@@ -15,7 +15,7 @@ from rl_core.weights.data.manifest import dtype_of
 from rl_core.weights.data.parts import Part, box_of, narrowed, sizes_of
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
     from rl_core.interfaces.weights import Piece, TensorSpec, WeightSource
     from rl_core.weights.data.digests import BlockHash, DigestTable
@@ -84,6 +84,7 @@ class Packer:
         buckets: What goes where.
         parts: The parts that go, in their order, with their elements; None if they are in the lane.
         table: Takes the digests; None if nothing is verified.
+        readers: The ids of the receivers, with the ``reads`` of their ``LaneInfo``.
     """
 
     def __init__(
@@ -91,8 +92,10 @@ class Packer:
         buckets: SenderBuckets,
         parts: Generator[tuple[TensorSpec, torch.Tensor]] | None,
         table: DigestTable | None,
+        readers: Mapping[str, bytes],
     ) -> None:
         self.buckets = buckets
+        self._readers = readers
         self._parts = parts
         self._table = table
         self._part = torch.empty(0)
@@ -114,7 +117,9 @@ class Packer:
         if self._table is not None:
             found = buckets.digests(index)
             self._table.add(bucket.segments, found, buckets.plan.block_bytes)
-        buckets.lane.publish(bucket.start, bucket.stop)
+        found_runs = ((to, bucket.runs(reads)) for to, reads in self._readers.items())
+        runs = {to: its for to, its in found_runs if its is not None}
+        buckets.lane.publish(bucket.start, bucket.stop, runs)
         return b"".join(found)
 
     def close(self) -> None:

@@ -176,7 +176,7 @@ class RankJob(Job[RankSession]):
         end, parts = connection.end, self._cut(message.dtypes, message.cuts, message.skip)
         share.agree(parts, BlockHash.named(message.hash, private=end.private, token=message.token))
         device = end.lane_device(share.own, message.gpus)
-        share.connect(connection, device, message.receivers)
+        share.connect(connection, device, message.readers)
         if message.direct:
             casts = len(message.dtypes)
             if reason := share.move(message.bucket_bytes, casts, wanted=False):

@@ -19,7 +19,7 @@ from rl_core.errors import (
 )
 from rl_core.plugins import hookspecs
 from rl_core.weights.data.digests import DIGEST_BYTES, BlockHash, DigestTable
-from rl_core.weights.data.parts import Partition, check_layout
+from rl_core.weights.data.parts import Partition, check_layout, readers_of
 from rl_core.weights.data.plan import DataMode
 from rl_core.weights.job import Job
 from rl_core.weights.protocol import messages
@@ -364,7 +364,7 @@ class SendJob(Job[SenderSession]):
                 )
         share.agree(self._parts, self._hash)
         receivers = [hello.receiver for hello in self.session.peers.values()]
-        share.connect(self._connection, self._device, receivers)
+        share.connect(self._connection, self._device, dict.fromkeys(receivers, b""))
         direct = self._move_tensors()
         if not self._same and not any(any(self._holds(answer)) for answer in answers):
             if self.options.verify != "none":
@@ -476,18 +476,14 @@ class SendJob(Job[SenderSession]):
         mode = DataMode.DIRECT if direct else DataMode.PACKED
         size, skip = self.options.bucket_for(self._device, mode), self._skipped()
         ids = {key: hello.receiver for key, hello in self.session.peers.items()}
-        skips, readers = dict.fromkeys(self._gives, skip), {0: list(ids)}
-        if len(skips) > 1:
-            left_out = skip or bytes(len(self._parts.manifest.owned))
-            for rank, gives in self._gives.items():
-                skips[rank] = bytes(s or not g for s, g in zip(left_out, gives, strict=True))
-                readers[rank] = [
-                    key
-                    for key, keeps in self._keeps.items()
-                    if any(k > s for k, s in zip(keeps, skips[rank], strict=True))
-                ]
-            reads = {key for keys in readers.values() for key in keys}
-            readers[0] += [key for key in ids if key not in reads]  # it needs no part
+        needed = ~int.from_bytes(skip)
+        idle = [key for key, keeps in self._keeps.items() if not int.from_bytes(keeps) & needed]
+        skips: dict[int, bytes] = {}
+        readers: dict[int, dict[str, bytes]] = {}
+        for rank, gives in self._gives.items():
+            skips[rank], readers[rank] = readers_of(
+                self._keeps, gives, skip, first=rank, idle=() if rank else idle
+            )
         questions = {
             rank: messages.PrepareRank(
                 self.session.offer.session,
@@ -500,14 +496,15 @@ class SendJob(Job[SenderSession]):
                 self._kept.token,
                 self.options.transport,
                 dict(self._end.address),
-                tuple(ids[key] for key in readers[rank]),
+                {ids[key]: reads for key, reads in readers[rank].items()},
                 tuple(answer.gpus for answer in self._ready.values()),
             )
             for rank in self.session.ranks
         }
 
         def own() -> None:
-            self._share.connect(self._connection, self._device, [ids[key] for key in readers[0]])
+            own_readers = {ids[key]: reads for key, reads in readers[0].items()}
+            self._share.connect(self._connection, self._device, own_readers)
             buckets = self._share.prepare(mode, size, skips[0], self._table)
             buckets.lane.ends = self.session.deadline
             self._plans = {0: buckets.plan}
@@ -532,10 +529,9 @@ class SendJob(Job[SenderSession]):
                 digest = self._plans[rank].digest
                 infos[rank] = messages.LaneInfo(digest, skips[rank], ref, layout=boxes)
             prepares: dict[str, messages.Prepare] = {}
-            for key, keeps in self._keeps.items():
-                reads = keeps if 0 in keeps else b""
+            for key in ids:
                 lanes = {
-                    rank: msgspec.structs.replace(info, reads=reads)
+                    rank: msgspec.structs.replace(info, reads=readers[rank][key])
                     for rank, info in infos.items()
                     if key in readers[rank]
                 }

@@ -14,7 +14,7 @@ from rl_core.weights.data.plan import ALIGN, DataMode
 from rl_core.weights.sending.packing import Packer, SenderBuckets, sent_parts
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from rl_core.interfaces.weights import Piece, WeightSource
     from rl_core.weights.connections import Connection
@@ -45,7 +45,7 @@ class Share:
     # What :meth:`agree` and :meth:`connect` set.
     _connection: Connection[SenderEnd]
     _device: torch.device
-    _receivers: Sequence[str]
+    _readers: Mapping[str, bytes]
     _parts: Partition
     _hash: BlockHash
 
@@ -74,10 +74,10 @@ class Share:
         self._parts, self._hash = parts, block_hash
 
     def connect(
-        self, connection: Connection[SenderEnd], device: torch.device, receivers: Sequence[str]
+        self, connection: Connection[SenderEnd], device: torch.device, readers: Mapping[str, bytes]
     ) -> None:
-        """Takes where the lane will be, and for whom."""
-        self._connection, self._device, self._receivers = connection, device, receivers
+        """Takes where the lane will be, and for whom; readers as of :class:`Packer`."""
+        self._connection, self._device, self._readers = connection, device, readers
 
     @property
     def buckets(self) -> SenderBuckets:
@@ -144,7 +144,7 @@ class Share:
         given = None
         if mode is DataMode.PACKED:
             given = sent_parts(self.source, self._parts, self.manifest, sent, cut)
-        self._packer = Packer(buckets, given, table)
+        self._packer = Packer(buckets, given, table, self._readers)
         return buckets
 
     def put(self, index: int) -> bytes:
@@ -193,5 +193,5 @@ class Share:
             block_hash=self._hash,
             device=self._device,
             layout=self.layout if mode is DataMode.DIRECT else {},
-            receivers=self._receivers,
+            receivers=[*self._readers],
         )

@@ -24,6 +24,8 @@ from rl_core.errors import ConfigError
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    from rl_core.weights.data.plan import Runs
+
 CPU = torch.device("cpu")
 
 __all__ = ["CPU", "Lane", "NoLane", "ReceiverEnd", "SenderEnd", "Transport", "refuse_options"]
@@ -77,11 +79,17 @@ class Lane(ABC):
     def free_old_memory(self) -> None:
         """Sender: all tensors were moved in; frees the memory that they left."""
 
-    def publish(self, start: int, stop: int) -> None:
-        """Sender: these bytes are written; lets the receivers have them. Does not wait."""
+    def publish(self, start: int, stop: int, runs: Mapping[str, Runs] = {}) -> None:
+        """Sender: these bytes are written; lets the receivers have them. Does not wait.
 
-    def expect(self, start: int, stop: int) -> None:
-        """Receiver: these bytes were announced and their place here is free. Does not wait."""
+        ``runs`` are those that each receiver reads, by its id; empty if all of them read all.
+        """
+
+    def expect(self, start: int, stop: int, runs: Runs | None = None) -> None:
+        """Receiver: these bytes were announced and their place here is free. Does not wait.
+
+        ``runs`` are those that this one reads; None if all receivers read all.
+        """
 
     def arrived(self) -> bool:
         """Receiver: whether what was expected first, and not yet released, is here.
@@ -180,7 +188,7 @@ class SenderEnd(ABC):
         Args:
             nbytes: At least 1.
             device: Where the sender's tensors are.
-            receivers: Their ids, as in ``Hello``, in one order for all.
+            receivers: Their ids, as in ``Hello``. Bytes for one alone go to the first one first.
             direct: Tensors are moved in one by one with :meth:`Lane.allocate_view`, so that memory
                 which can grow as they come need not be had at once. Nothing else is written.
 

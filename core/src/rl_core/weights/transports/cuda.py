@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
     from typing import Self
 
+    from rl_core.weights.data.plan import Runs
+
 __all__ = ["CudaRegion", "uuid_of", "visible_gpus"]
 
 _STORAGE: Any = torch.UntypedStorage  # what these have for sharing is not typed
@@ -143,7 +145,7 @@ class CudaRegion(Lane):
         """See :meth:`Lane.free_old_memory`: torch would keep it for this process alone."""
         _CUDA.empty_cache()
 
-    def publish(self, start: int, stop: int) -> None:
+    def publish(self, start: int, stop: int, runs: Mapping[str, Runs] = {}) -> None:
         """Waits until the current stream has done its writes."""
         torch.cuda.current_stream(self._device).synchronize()
 
