@@ -6,7 +6,8 @@ import os
 import socket
 import struct
 import threading
-from contextlib import ExitStack, closing
+from collections.abc import Iterator
+from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +21,14 @@ from rl_backends.refit_ranks import RefitRanks
 from rl_core.futures import spawn, wait
 from rl_core.interfaces import Box, Piece, TensorSpec
 from rl_core.weights import RefitReceiver, RefitSender
+from rl_core.weights.receiving import receiver as receiving
 from rl_core.weights.tensors import NamedTensorSink, NamedTensorSource
 
 pytestmark = pytest.mark.concerns("core/")
 
 ROWS, COLUMNS, COUNT = 256, 1024, 8
 SHAPES = {f"w{n}": (ROWS, COLUMNS) for n in range(COUNT)} | {"norm": (COLUMNS,)}
+MODEL = 4 * sum(torch.Size(shape).numel() for shape in SHAPES.values())
 #: For messages: the plan, digests, and what TCP itself sends.
 MESSAGES = 64 << 10
 #: Where the kernel has the bytes that were received, in what TCP_INFO gives.
@@ -70,7 +73,8 @@ class Part(NamedTensorSource, NamedTensorSink):
 class EngineProcess:
     """An engine with its part, in a process whose sockets are its own."""
 
-    def __init__(self, box: Box) -> None:
+    def __init__(self, box: Box, host: str = "") -> None:
+        receiving.boot_id = lambda: host
         self.part = Part(box)
         self.receiver = RefitReceiver(lambda: self.part, name="engine", lock=threading.RLock())
 
@@ -102,45 +106,81 @@ def received() -> int:
     return total
 
 
-def new_rank(rank: int, size: int, store: Any, part: Part) -> RefitSender:
+def new_rank(rank: int, hosts: str, store: Any, part: Part) -> RefitSender:
     sender = RefitSender(lambda: part, name=f"rank {rank}")
-    if size > 1:
-        sender.ranks = RefitRanks(c10d.ProcessGroupGloo(store, rank, size))
+    if len(hosts) > 1:
+        sender.ranks = RefitRanks(c10d.ProcessGroupGloo(store, rank, len(hosts)))
+        sender.ranks.host = f"{hosts[rank]} pid:[1]"
     return sender
 
 
-@pytest.mark.parametrize("engines", BOXES)
-@pytest.mark.parametrize("ranks", [1, 2])
-@pytest.mark.parametrize("bucket_bytes", [200_000, 8 << 20])
-def test_an_engine_receives_what_it_keeps(ranks, engines, bucket_bytes):
-    sources = [Part(box) for box in (BOXES["rows"] if ranks > 1 else BOXES["everything"][:1])]
+@contextmanager
+def refitting(
+    sources: list[Part], boxes: list[Box], hosts: tuple[str, str], **options: Any
+) -> Iterator[tuple[list[RefitSender], dict[str, Any]]]:
+    """Two refits, with the hosts of ranks and engines; the senders, and the second one's report."""
     with ExitStack() as stack:
         store = c10d.HashStore()
         made = [
-            spawn("rank", lambda r=r, part=part: new_rank(r, ranks, store, part))
+            spawn("rank", lambda r=r, part=part: new_rank(r, hosts[0], store, part))
             for r, part in enumerate(sources)
         ]
         senders = wait(made, SOON)
         for sender in senders:
             stack.callback(sender.close)
-        parts = [stack.enter_context(Remote(EngineProcess, box)) for box in BOXES[engines]]
-        opened = senders[0].open("collective", SOON, ip="127.0.0.1", port=0, receivers=2)
+        engines = [
+            stack.enter_context(Remote(EngineProcess, box, host))
+            for box, host in zip(boxes, hosts[1], strict=True)
+        ]
+        opened = senders[0].open("collective", SOON, ip="127.0.0.1", port=0, receivers=len(boxes))
         address = senders[0].kept.connections["collective"].end.address
-        for part in parts:
-            part.prepare({"ip": address["ip"], "port": address["port"]}, senders[0].prepare())
+        for engine in engines:
+            engine.prepare({"ip": address["ip"], "port": address["port"]}, senders[0].prepare())
         wait(opened, SOON)
-        options = {"transport": "collective", "receivers": 2, "deadline_s": SOON}
+        options |= {"transport": "collective", "receivers": len(boxes), "deadline_s": SOON}
         for version in (1, 2):  # the connections of the second one are there
             for source in sources:
                 for name, values in source.values(version).items():
                     source.tensors_by_name[name].copy_(values)
-            for part in parts:
-                part.start("refit", version)
+            for engine in engines:
+                engine.start("refit", version)
             calls = [senders[0].send, *(sender.follow for sender in senders[1:])]
-            report, *_ = wait([c(**options, bucket_bytes=bucket_bytes) for c in calls], SOON)
-            found = [part.result() for part in parts]
-        assert report["bytes"] == 4 * sum(torch.Size(shape).numel() for shape in SHAPES.values())
-        for box, (wire, counted) in zip(BOXES[engines], found, strict=True):
+            report, *_ = wait([call(**options) for call in calls], SOON)
+            found = [engine.result() for engine in engines]
+        for box, (wire, counted) in zip(boxes, found, strict=True):
             kept = sum(tensor.nbytes for tensor in Part(box).tensors_by_name.values())
             assert counted == kept
             assert kept <= wire < kept + MESSAGES
+        yield senders, report
+
+
+@pytest.mark.parametrize("engines", BOXES)
+@pytest.mark.parametrize("ranks", ["a", "aa"])
+@pytest.mark.parametrize("bucket_bytes", [200_000, 8 << 20])
+def test_an_engine_receives_what_it_keeps(ranks, engines, bucket_bytes):
+    sources = [Part(box) for box in BOXES["rows" if len(ranks) > 1 else "everything"][: len(ranks)]]
+    hosts = ranks, "aa"
+    with refitting(sources, BOXES[engines], hosts, bucket_bytes=bucket_bytes) as (_, report):
+        assert report["bytes"] == MODEL
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"delta": True}, {"isolation": "staged"}, {"verify": "installed"}, {"verify": "none"}],
+    ids=str,
+)
+def test_each_engine_reads_from_the_copy_on_its_host(options):
+    sources = [Part(box) for box in BOXES["everything"]]
+    with refitting(sources, BOXES["everything"], ("ab", "ba"), **options) as (senders, report):
+        assert report["bytes"] == 2 * MODEL  # what both ranks send
+        assert report["tensors"] == len(SHAPES)
+        lanes = [[*sender.kept.connections["collective"].lanes.values()] for sender in senders]
+        members = [lane.ref["members"] for (lane,) in lanes]
+        assert [len(each) for each in members] == [1, 1]
+        assert members[0] != members[1]
+
+
+def test_engines_with_no_copy_on_their_host_share_one():
+    sources = [Part(box) for box in BOXES["everything"]]
+    with refitting(sources, BOXES["everything"], ("ab", "cd")) as (_, report):
+        assert report["bytes"] == MODEL

@@ -419,7 +419,7 @@ def test_memory_that_is_dropped_is_given_back(temporary):
 
 def test_a_file_of_a_killed_senders_memory_is_removed_with_its_directory(temporary, monkeypatch):
     monkeypatch.delattr(os, "memfd_create")
-    directory = Path(tempfile.mkdtemp(prefix=f"rl-refit-{ipc._boot_id()}-"))
+    directory = Path(tempfile.mkdtemp(prefix=f"rl-refit-{ipc.boot_id()[:8]}-"))
     with socket.socket(socket.AF_UNIX) as dead:
         dead.bind(str(directory / "socket"))
     region = SharedRegion.create(1, str(directory))

@@ -344,7 +344,7 @@ def test_an_address_that_is_none_is_refused(address):
 @pytest.mark.usefixtures("own_temporary_directory")
 def test_what_senders_of_another_host_have_in_a_directory_of_both_stays(monkeypatch):
     with monkeypatch.context() as elsewhere:
-        elsewhere.setattr(ipc, "_boot_id", lambda: "another1")
+        elsewhere.setattr(ipc, "boot_id", lambda: "another1")
         theirs = find_transport("ipc").sender()
     endpoint = theirs.address["endpoint"]
     directory = Path(endpoint.removeprefix("ipc://")).parent
@@ -369,7 +369,7 @@ def test_a_temporary_directory_that_cannot_be_used_is_named(monkeypatch, tmp_pat
 
 
 def test_what_a_dying_trainer_left_is_cleared_once_it_no_longer_listens(monkeypatch):
-    directory = Path(tempfile.mkdtemp(prefix=f"rl-refit-{ipc._boot_id()}-"))
+    directory = Path(tempfile.mkdtemp(prefix=f"rl-refit-{ipc.boot_id()[:8]}-"))
     listener = socket.socket(socket.AF_UNIX)
     listener.bind(str(directory / "socket"))
     listener.listen()

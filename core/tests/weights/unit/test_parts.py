@@ -110,10 +110,14 @@ def test_every_engine_receives_each_part_that_it_keeps_once_and_nothing_else(
     unneeded = bytes(not any(mask[n] for mask in keeps.values()) for n in range(count))
     drawn = data.draw(st.lists(st.booleans(), min_size=count, max_size=count))
     skip = data.draw(st.sampled_from([b"", bytes(map(max, unneeded, drawn))]))
+    names = st.sampled_from("abc")
+    hosts = {rank: data.draw(names) for rank in range(len(ranks))}
+    where = {engine: (data.draw(names), mask) for engine, mask in keeps.items()}
+    takes = parts.shared_out(dict(enumerate(ranks)), where, hosts)
     got: dict[str, Counter[int]] = {engine: Counter() for engine in keeps}
-    for rank, gives in parts.shared_out(dict(enumerate(ranks))).items():
+    for rank in hosts:
         idle = ["e0"] if rank == 0 else []
-        left_out, readers = readers_of(keeps, gives, skip, first=rank, idle=idle)
+        left_out, readers = readers_of(takes[rank], skip, first=rank, idle=idle)
         plan = make_plan(parts, bucket_bytes, skip=left_out)
         assert rank or "e0" in readers
         for bucket in plan.buckets:
@@ -130,6 +134,44 @@ def test_every_engine_receives_each_part_that_it_keeps_once_and_nothing_else(
         left = [n for n in range(count) if mask[n] and not (skip and skip[n])]
         wanted = Counter({n: nbytes(parts.manifest.owned[n]) for n in left})
         assert got[engine] == wanted
+
+
+@given(models(), st.data())
+def test_a_part_comes_from_the_nearest_rank_and_then_from_the_least_loaded(model, data):
+    """By trying all ranks of each part, for each engine."""
+    manifest, layouts = model
+    sides = st.lists(st.sampled_from(layouts), min_size=1, max_size=5)
+    ranks, layouts_of_engines = dict(enumerate(data.draw(sides))), data.draw(sides)
+    parts = Partition.of(manifest, [*ranks.values(), *layouts_of_engines])
+    names = data.draw(st.sampled_from(["a", "ab", "abc"]))
+    unknown = data.draw(st.booleans())
+    hosts = {rank: data.draw(st.sampled_from(names)) for rank in ranks}
+    engines = {
+        f"e{n}": ("" if unknown else data.draw(st.sampled_from(names)), parts.mask(layout))
+        for n, layout in enumerate(layouts_of_engines)
+    }
+    takes, has = parts.shared_out(ranks, engines, hosts), {r: parts.mask(ranks[r]) for r in ranks}
+    loads, last = Counter[int](), dict[int, int]()
+    for part, spec in enumerate(parts.manifest.owned):
+        able = [rank for rank in ranks if has[rank][part]]
+        targets: dict[int, set[str]] = {}
+        for engine, (host, keeps) in engines.items():
+            sources = [rank for rank in ranks if takes[rank][engine][part]]
+            assert len(sources) == bool(able and keeps[part])
+            near = [rank for rank in able if hosts[rank] == host]
+            for rank in sources:
+                assert rank in (near or able)
+                targets.setdefault(rank, set()).add(host if near else "")
+        assert len([rank for rank, to in targets.items() if "" in to]) <= 1  # all far ones share
+        for rank, to in targets.items():
+            loads[rank] += nbytes(spec) * len(to)
+            if len(able) > 1:
+                last[rank] = part
+        if len(able) == 1 and not targets:
+            loads[able[0]] += nbytes(spec)
+    for rank, part in last.items() if len(names) == 1 else ():
+        size = nbytes(parts.manifest.owned[part])  # before this one, nobody had less who has it
+        assert all(loads[rank] - size <= loads[other] for other in ranks if has[other][part])
 
 
 @given(models())

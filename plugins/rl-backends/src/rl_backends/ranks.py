@@ -20,6 +20,7 @@ from rl_core.weights.protocol.messages import Abort
 from rl_core.weights.protocol.timing import EXIT_VISIBLE_S, TICK_S
 from rl_core.weights.sending.ranks import Ranks
 from rl_core.weights.transports.control import ControlClient
+from rl_core.weights.transports.ipc import boot_id
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -278,9 +279,7 @@ def _close_all() -> None:
 
 def host_name() -> str:
     """A name that no other host, and no other container with separate pids, has."""
-    parts = []
-    with suppress(OSError):
-        parts.append(Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip())
+    parts = [boot_id()]
     with suppress(OSError):
         parts.append(os.readlink("/proc/self/ns/pid"))
-    return " ".join(parts) or os.uname().nodename
+    return " ".join(parts).strip() or os.uname().nodename

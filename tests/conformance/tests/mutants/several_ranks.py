@@ -347,8 +347,11 @@ class EveryCopySendsItsParts(ShardedReferencePolicy):
             Partition.shared_out = _all_that_each_has  # type: ignore[method-assign]
 
 
-def _all_that_each_has(parts: Partition, layouts: Any) -> dict[int, bytes]:
-    return {rank: parts.mask(layout) for rank, layout in layouts.items()}
+def _all_that_each_has(parts: Partition, layouts: Any, engines: Any, hosts: Any) -> Any:
+    return {
+        rank: {key: bytes(map(min, parts.mask(its), keeps)) for key, (_, keeps) in engines.items()}
+        for rank, its in layouts.items()
+    }
 
 
 @spread("parts", "for_the_model", "R16")

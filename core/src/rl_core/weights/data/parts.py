@@ -195,20 +195,19 @@ class KnownPieces:
 
 
 def readers_of(
-    keeps: Mapping[str, bytes], gives: bytes, skip: bytes, *, first: int, idle: Collection[str]
+    takes: Mapping[str, bytes], skip: bytes, *, first: int, idle: Collection[str]
 ) -> tuple[bytes, dict[str, bytes]]:
     """A mask like ``skip`` of a rank's plan, and by engine the ``reads`` of its ``LaneInfo``.
 
     Args:
-        keeps: By engine, a mask of the parts that it keeps.
-        gives: A mask of the parts that come from this rank.
+        takes: By engine, a mask of the parts that it takes from this rank.
         skip: A mask of the parts that no engine needs; empty if all are needed.
         first: Which engine is the first, another one for every rank: they send to it first.
         idle: Engines that are among the readers, whether they read anything or not.
     """
     # A number has one byte for each part, so that all are compared at once.
-    count, sent = len(gives), int.from_bytes(gives) & ~int.from_bytes(skip)
-    reads = {key: int.from_bytes(mask) & sent for key, mask in keeps.items()}
+    count, left = len(next(iter(takes.values()))), ~int.from_bytes(skip)
+    reads = {key: int.from_bytes(mask) & left for key, mask in takes.items()}
     keys = [key for key, mask in reads.items() if mask or key in idle]
     given, all_of_it = reduce(or_, reads.values()), int.from_bytes(b"\1" * count)
     left_out = (all_of_it ^ given).to_bytes(count) if given != all_of_it else b""
@@ -361,30 +360,56 @@ class Partition:
                     found[part] = 1
         return bytes(found)
 
-    def shared_out(self, layouts: Mapping[int, Layout]) -> dict[int, bytes]:
-        """A mask for each rank of a trainer, of the parts that come from it.
+    def shared_out(
+        self,
+        layouts: Mapping[int, Layout],
+        engines: Mapping[str, tuple[str, bytes]],
+        hosts: Mapping[int, str],
+    ) -> dict[int, dict[str, bytes]]:
+        """By rank of a trainer, for each engine a mask of the parts that it takes from there.
 
-        A part that several ranks have comes from the one with the fewest bytes so far, so that no
-        rank is busier than it has to be.
+        Of the ranks that have a part, engines take it from one on their host. Those that have none
+        there all take it from the same one. Of several, it is the rank with the fewest bytes so
+        far, so that none is busier than it has to be.
+
+        Args:
+            layouts: Of the ranks.
+            engines: The host of each, and a mask of the parts that it keeps.
+            hosts: Of the ranks.
         """
         here = {rank: self.mask(layout) for rank, layout in layouts.items()}
-        if len(here) == 1:
-            return here
-        ranks, loads = list(here), dict.fromkeys(here, 0)
-        gives = {rank: bytearray(len(self.manifest.owned)) for rank in ranks}
+        count, loads = len(self.manifest.owned), dict.fromkeys(here, 0)
+        kept: dict[str, int] = {}  # by host, what any engine there keeps
+        for host, mask in engines.values():
+            kept[host] = kept.get(host, 0) | int.from_bytes(mask)
+        keeps = {host: mask.to_bytes(count) for host, mask in kept.items()}
+        gives = {rank: {host: bytearray(mask) for host in keeps} for rank, mask in here.items()}
         shared: list[tuple[int, list[int]]] = []
-        for part, having in enumerate(zip(*here.values(), strict=True)):
-            found = [rank for rank, has in zip(ranks, having, strict=True) if has]
+        for part, having in enumerate(zip(*here.values(), strict=True) if len(here) > 1 else ()):
+            found = [rank for rank, has in zip(here, having, strict=True) if has]
             if len(found) > 1:
                 shared.append((part, found))
             for rank in found if len(found) == 1 else ():
-                gives[rank][part] = 1
                 loads[rank] += self.manifest.owned[part].nbytes
         for part, found in shared:
-            rank = min(found, key=loads.__getitem__)
-            gives[rank][part] = 1
-            loads[rank] += self.manifest.owned[part].nbytes
-        return {rank: bytes(mask) for rank, mask in gives.items()}
+            far = None  # the rank for all hosts without one that has it
+            for host in (host for host, mask in keeps.items() if mask[part]):
+                near = [rank for rank in found if host and hosts.get(rank) == host]
+                source = None if near else far
+                if source is None:
+                    source = min(near or found, key=loads.__getitem__)
+                    loads[source] += self.manifest.owned[part].nbytes
+                far = far if near else source
+                for rank in found:
+                    gives[rank][host][part] = rank == source
+        ints = {(r, host): int.from_bytes(m) for r, its in gives.items() for host, m in its.items()}
+        return {
+            rank: {
+                engine: (int.from_bytes(mask) & ints[rank, host]).to_bytes(count)
+                for engine, (host, mask) in engines.items()
+            }
+            for rank in here
+        }
 
     def check_kept(self, masks: Sequence[bytes]) -> None:
         """Raises ManifestMismatchError for a part that is in no engine's mask."""

@@ -59,7 +59,7 @@ class Ready(_InSession, frozen=True):
     ``holds`` has the digest of every part that I know to have, 16 bytes each, in the order of the
     parts with the digest ``parts``, zeros for the others; it is empty without ``delta``. ``gpus``
     are the UUIDs of the GPUs that I can reach, that of my tensors first; it is empty if my tensors
-    are on the CPU.
+    are on the CPU. ``host`` is the same for all processes of my host; empty if that is not known.
     """
 
     dtypes: dict[str, str]
@@ -67,6 +67,7 @@ class Ready(_InSession, frozen=True):
     gpus: tuple[str, ...]
     keeps: dict[int, tuple[Box, ...]] = {}
     parts: str = ""
+    host: str = ""
 
 
 class LaneInfo(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -168,7 +169,7 @@ class RankReady(_InSession, frozen=True):
 
     ``state`` is the :attr:`WeightSource.state` of my weights, ``keeps`` has the boxes of my pieces,
     by the tensor's index, of tensors that I do not have whole; ``pid`` and ``host`` are those of my
-    process.
+    process, as of ``Ranks``.
     """
 
     state: int

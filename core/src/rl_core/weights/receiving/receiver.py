@@ -46,6 +46,7 @@ from rl_core.weights.receiving.loading import (
 from rl_core.weights.receiving.staging import StagedSink
 from rl_core.weights.transports.base import CPU, NoLane, ReceiverEnd
 from rl_core.weights.transports.cuda import visible_gpus
+from rl_core.weights.transports.ipc import boot_id
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -664,6 +665,7 @@ class ReceiveJob(Job[ReceiverSession]):
             visible_gpus(receiver.device),
             {index: tuple(boxes) for index, boxes in trainer.keeps.items()},
             "" if parts is None else parts.manifest.digest,
+            boot_id(),
         )
 
     def _mark_torn(self) -> None:

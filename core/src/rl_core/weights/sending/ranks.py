@@ -22,7 +22,8 @@ class Ranks(ABC):
         rank: This one; rank 0 decides on refits.
         token: The secret that messages between them are authenticated with.
         pid: Of this process.
-        host: Distinguishes processes on different hosts that have this pid.
+        host: Distinguishes processes on different hosts that have this pid. Its first word is the
+            ``host`` that engines there send in ``Ready``.
     """
 
     rank: int

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import secrets
+from functools import reduce
 from itertools import compress
+from operator import or_
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -119,7 +121,7 @@ class SendJob(Job[SenderSession]):
         self._layouts: dict[int, Layout]  # by rank
         self._parts: Partition
         self._keeps: dict[str, bytes]  # by connection
-        self._gives: dict[int, bytes]  # by rank, 1 for the parts that come from it
+        self._takes: dict[int, dict[str, bytes]]  # by rank and connection, what comes from it
         self._device: torch.device
         self._hash: BlockHash
         self._plans: dict[int, TransferPlan] = {}  # by rank
@@ -351,10 +353,14 @@ class SendJob(Job[SenderSession]):
         self._keeps = {key: self._parts.mask(r.keeps) for key, r in ready.items()}
         parts = self._parts.manifest.owned
         self._parts.check_kept(list(self._keeps.values()))
-        self._gives = self._parts.shared_out(self._layouts)
-        gives = self._gives.values()
-        given = self._gives[0] if len(gives) == 1 else bytes(map(max, zip(*gives, strict=True)))
+        hosts = {rank: its.host for rank, its in ranks.items()}
+        hosts[0] = self._ranks.host if self._ranks is not None else ""
+        hosts = {rank: host.partition(" ")[0] for rank, host in hosts.items()}
+        engines = {key: (answer.host, self._keeps[key]) for key, answer in ready.items()}
+        self._takes = self._parts.shared_out(self._layouts, engines, hosts)
         for key, keeps in self._keeps.items():
+            taken = reduce(or_, (int.from_bytes(its[key]) for its in self._takes.values()))
+            given = taken.to_bytes(len(parts))
             if lacking := [parts[n] for n, keep in enumerate(keeps) if keep > given[n]]:
                 raise ManifestMismatchError(
                     f"the trainer has no {lacking[0].name}, which {self.session.peers[key].name} "
@@ -415,8 +421,9 @@ class SendJob(Job[SenderSession]):
         """
         mode = DataMode.DIRECT if direct else DataMode.PACKED
         size = self.options.bucket_for(self._device, mode)
-        gives = self._gives if parts is self._parts else parts.shared_out(self._layouts)
-        table = DigestTable(parts.manifest)
+        table, everything = DigestTable(parts.manifest), b"\1" * len(parts.manifest.owned)
+        once = parts.shared_out(self._layouts, {"": ("", everything)}, {})
+        gives = {rank: its[""] for rank, its in once.items()}
         questions = {
             rank: messages.HashParts(
                 self.session.offer.session,
@@ -480,10 +487,9 @@ class SendJob(Job[SenderSession]):
         idle = [key for key, keeps in self._keeps.items() if not int.from_bytes(keeps) & needed]
         skips: dict[int, bytes] = {}
         readers: dict[int, dict[str, bytes]] = {}
-        for rank, gives in self._gives.items():
-            skips[rank], readers[rank] = readers_of(
-                self._keeps, gives, skip, first=rank, idle=() if rank else idle
-            )
+        for rank, takes in self._takes.items():
+            of_all = () if rank else idle
+            skips[rank], readers[rank] = readers_of(takes, skip, first=rank, idle=of_all)
         questions = {
             rank: messages.PrepareRank(
                 self.session.offer.session,
@@ -624,7 +630,7 @@ class SendJob(Job[SenderSession]):
     def _report(self, unchanged: int | None) -> RefitReport:
         phases, plans = self.session.phase_seconds, self._plans.values()
         seconds, nbytes = sum(phases.values()), sum(plan.nbytes for plan in plans)
-        sent = [part for plan in plans for part in plan.sent]
+        sent = {part for plan in plans for part in plan.sent}
         names = {self._parts.tensor_of(part).name for part in sent} if self._parts.cuts else sent
         tensors = len(names)
         return RefitReport(

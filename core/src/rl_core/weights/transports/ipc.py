@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
     from rl_core.weights.transports.base import Lane
 
-__all__ = ["IPC", "IpcReceiver", "IpcSender"]
+__all__ = ["IPC", "IpcReceiver", "IpcSender", "boot_id"]
 
 _PREFIX = "rl-refit-"
 _SCHEME = "ipc://"
@@ -54,7 +54,7 @@ class IpcSender(ControlServer, SenderEnd):
 
     def __init__(self) -> None:
         # Another host that has this directory, too, cannot see whether a sender of this one lives.
-        prefix = f"{_PREFIX}{_boot_id()}-"
+        prefix = f"{_PREFIX}{boot_id()[:8]}-"
         try:
             for left in Path(tempfile.gettempdir()).glob(f"{prefix}*"):
                 # Of a sender that was killed, where no receiver removed it.
@@ -167,10 +167,10 @@ def _endpoint(address: Mapping[str, Any]) -> str:
 
 
 @cache
-def _boot_id() -> str:
+def boot_id() -> str:
     """Of this host since it was started; empty where there is none."""
     with suppress(OSError):
-        return Path("/proc/sys/kernel/random/boot_id").read_text()[:8]
+        return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
     return ""
 
 
@@ -186,7 +186,7 @@ def _clear(endpoint: str) -> bool:
         False if it lives.
     """
     path = Path(endpoint.removeprefix(_SCHEME))
-    if not path.parent.name.startswith(f"{_PREFIX}{_boot_id()}-"):
+    if not path.parent.name.startswith(f"{_PREFIX}{boot_id()[:8]}-"):
         return True
     if not path.exists():
         with suppress(OSError):  # it has another thing in it, or was removed
