@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 import torch
 
+from rl_backends.tensors import whole_pieces
 from rl_core.errors import DeadlineError
 from rl_core.futures import wait
 from rl_core.interfaces import Piece
@@ -17,7 +18,6 @@ from rl_core.interfaces.weights import TensorSpec, WeightSink, WeightSource
 from rl_core.weights.data.digests import BlockHash, Hasher
 from rl_core.weights.data.plan import SLOTS
 from rl_core.weights.receiving.receiver import RefitReceiver
-from rl_core.weights.tensors import whole_pieces
 from rl_core.weights.transports import find_transport
 from rl_core.weights.transports.base import NoLane
 

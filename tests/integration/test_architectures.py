@@ -21,10 +21,10 @@ from click.testing import Result
 from try_architectures import main
 from typer.testing import CliRunner
 
+from rl_backends.tensors import NamedTensorSink
 from rl_conformance.reference import reference_target
 from rl_conformance.reference.generation import ReferenceGeneration
 from rl_core.errors import CapabilityError, ConfigError
-from rl_core.weights.tensors import NamedTensorSink
 
 
 def tried(engine: type[ReferenceGeneration], name: str = "llama", **options: Any) -> Trial:

@@ -18,6 +18,7 @@ import msgspec
 import torch
 from fuzz_choices import AWKWARD, Choices, bent, plain
 
+from rl_backends.tensors import NamedTensorSink, NamedTensorSource, tensor_specs
 from rl_core.errors import RefitPeerError, RefitProtocolError, RLError
 from rl_core.interfaces import TensorSpec
 from rl_core.weights import RefitReceiver, RefitSender, SendOptions, WeightManifest
@@ -49,7 +50,6 @@ from rl_core.weights.sending import rank_job as _rank_job
 from rl_core.weights.sending import send_job as _send_job
 from rl_core.weights.sending.rank_job import RankJob
 from rl_core.weights.sending.send_job import SendJob
-from rl_core.weights.tensors import NamedTensorSink, NamedTensorSource, tensor_specs
 from rl_core.weights.transports.base import NoLane
 from rl_core.weights.transports.ipc import IPC
 from rl_core.weights.transports.memory import SharedRegion

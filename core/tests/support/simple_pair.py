@@ -11,12 +11,12 @@ from typing import Any
 import msgspec
 import torch
 
+from rl_backends.tensors import tensor_specs, whole_pieces
 from rl_conformance import doubles
 from rl_conformance.doubles import Engines as Replicas
 from rl_core.interfaces import Piece, TensorSpec, WeightSink, WeightSource
 from rl_core.weights import RefitReport, refit
 from rl_core.weights.job import Runtime
-from rl_core.weights.tensors import tensor_specs, whole_pieces
 
 Tensors = dict[str, torch.Tensor]
 

@@ -16,12 +16,12 @@ from remote import Remote
 from torch import nn
 
 from rl_backends.modules import ModuleReceiver, ModuleSender
+from rl_backends.tensors import NamedTensorSource, module_tensors
 from rl_conformance.doubles import Engine
 from rl_core import CapabilityError, ConfigError, LifecycleError, RefitCorrupted, RLError
 from rl_core.futures import wait
 from rl_core.interfaces import WeightSource
 from rl_core.weights import refit
-from rl_core.weights.tensors import NamedTensorSource, module_tensors
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -17,10 +17,10 @@ from torch import distributed as dist
 from rl_backends import PolicyBackend, RowLimits
 from rl_backends.policy.ranks import RankGroup
 from rl_backends.policy.rows import Microbatching
+from rl_backends.tensors import NamedTensorSource, module_tensors
 from rl_core.batch import BatchedDataDict
 from rl_core.errors import CapabilityError, CheckpointError, LifecycleError, TrainingError
 from rl_core.interfaces import DataParallelRank, LossFunction, LossInputType
-from rl_core.weights.tensors import NamedTensorSource, module_tensors
 
 VOCABULARY, LR = 11, 0.5
 CONFIG = {"optimizer": {"lr": LR}, "max_grad_norm": None}

@@ -9,13 +9,13 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from rl_backends.tensors import NamedTensorSource, module_tensors
 from rl_conformance.outcome import Status
 from rl_conformance.run import run, select
 from rl_conformance.settings import Settings
 from rl_conformance.target import Target
 from rl_core.batch import BatchedDataDict
 from rl_core.errors import CapabilityError, ConfigError, LifecycleError
-from rl_core.weights.tensors import NamedTensorSource, module_tensors
 from rl_hf import lora
 from rl_hf.policy import HuggingFacePolicy
 from rl_losses import NLLLossFn

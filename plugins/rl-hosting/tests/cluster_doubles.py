@@ -18,6 +18,7 @@ import psutil
 import torch
 
 from rl_backends import Completion, GenerationBackend, ModelFacts, PolicyRefits
+from rl_backends.tensors import NamedTensorSink, NamedTensorSource
 from rl_core.batch import BatchedDataDict
 from rl_core.errors import ConfigError, DataError
 from rl_core.interfaces import (
@@ -35,7 +36,6 @@ from rl_core.plugins.manifest import (
     Capability,
     EngineRequirement,
 )
-from rl_core.weights.tensors import NamedTensorSink, NamedTensorSource
 
 VOCAB, PAD, EOS, CONTEXT = 1000, 0, 1, 64
 #: Tokens of a prompt that make the double fail.

@@ -17,6 +17,7 @@ import mutants
 import pytest
 import torch
 
+from rl_backends.tensors import NamedTensorSink, NamedTensorSource
 from rl_cli import main
 from rl_conformance import GenerationConformance, harness
 from rl_conformance.catalogue import CLAUSES
@@ -41,7 +42,6 @@ from rl_core.plugins.manifest import (
     POLICY_CAPABILITIES,
     EngineRequirement,
 )
-from rl_core.weights.tensors import NamedTensorSink, NamedTensorSource
 
 pytest_plugins = ["pytester"]
 

@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from refit_model.tasks import WORLD, point, running, world
+from rl_backends.tensors import whole_pieces
 from rl_core.errors import LifecycleError, RefitPeerError
 from rl_core.interfaces import Piece, TensorSpec, WeightSink, WeightSource
 from rl_core.weights import RefitReceiver, RefitSender
 from rl_core.weights.engine_lock import EngineLock
-from rl_core.weights.tensors import whole_pieces
 
 if TYPE_CHECKING:
     from collections.abc import Generator, Iterable, Iterator, Sequence

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from rl_backends.tensors import whole_pieces
 from rl_core.errors import LifecycleError
 from rl_core.interfaces import Piece, TensorSpec, WeightSink, WeightSource
 from rl_core.weights import RefitReceiver, RefitSender
-from rl_core.weights.tensors import whole_pieces
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence

@@ -27,8 +27,8 @@ from simple_pair import (
     same,
 )
 
+from rl_backends.tensors import whole_pieces
 from rl_core.errors import ConfigError, ManifestMismatchError, RefitError
-from rl_core.weights.tensors import whole_pieces
 
 pytestmark = pytest.mark.usefixtures("either_device")
 

@@ -9,9 +9,9 @@ import pytest
 import torch
 from simple_pair import DictSink, Engine, Trainer, blank, fails, go, make_tensors, same
 
+from rl_backends.tensors import whole_pieces
 from rl_core.errors import RefitError
 from rl_core.interfaces import Piece
-from rl_core.weights.tensors import whole_pieces
 
 
 class BesideSink(DictSink):

@@ -9,9 +9,10 @@ import pytest
 import torch
 from simple_pair import SOON, DictSink, Engine, Replicas, Tensors, Trainer, blank, go
 
+from rl_backends.tensors import tensor_specs
 from rl_core.errors import ManifestMismatchError, RefitCorrupted
 from rl_core.interfaces import Box, Piece, TensorSpec
-from rl_core.weights.tensors import tensor_specs, write_run
+from rl_core.weights.data.runs import write_run
 
 SHAPES = {"rows": (12, 8), "columns": (6, 32), "norm": (16,), "scalar": (), "experts": (4, 6, 5)}
 

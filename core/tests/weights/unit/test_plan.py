@@ -23,7 +23,6 @@ from rl_core.weights.data.digests import (
     DigestTable,
     Hasher,
     TensorHasher,
-    copy_run,
 )
 from rl_core.weights.data.manifest import WeightManifest, dtype_of, nbytes, numel
 from rl_core.weights.data.parts import Partition
@@ -34,6 +33,7 @@ from rl_core.weights.data.plan import (
     TransferPlan,
     make_plan,
 )
+from rl_core.weights.data.runs import copy_run
 from rl_core.weights.receiving.loading import copiers
 from rl_core.weights.sending.sender import RefitSender
 from rl_core.weights.transports.base import CPU
@@ -273,18 +273,6 @@ def test_so_small_buckets_that_a_plan_would_take_long_are_a_config_error_at_once
         ):
             plan_of(big, 64, mode)
     assert time.monotonic() - begin < 1.0
-
-
-@given(data=st.data())
-def test_a_run_is_copied_in_logical_order_whatever_the_strides(data):
-    shape = data.draw(st.lists(st.integers(1, 5), min_size=1, max_size=4))
-    order = data.draw(st.permutations(range(len(shape))))
-    source = torch.arange(2 * torch.Size(shape).numel()).view(*shape, 2)[..., 1].permute(*order)
-    offset = data.draw(st.integers(0, source.numel() - 1))
-    count = data.draw(st.integers(1, source.numel() - offset))
-    target = torch.empty(count, dtype=source.dtype)
-    copy_run(target, source, offset)
-    assert torch.equal(target, source.reshape(-1)[offset : offset + count])
 
 
 @pytest.mark.parametrize("kind", ["xxh3", "fold"])

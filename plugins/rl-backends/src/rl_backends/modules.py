@@ -19,6 +19,7 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from rl_backends.changes import WatchedTensors
 from rl_backends.spellings import SendsWeights, TakesWeights
+from rl_backends.tensors import NamedTensorSink, NamedTensorSource, module_tensors
 from rl_core.errors import CapabilityError, LifecycleError
 from rl_core.futures import time_left
 from rl_core.install import install_command
@@ -28,7 +29,6 @@ from rl_core.weights.options import SendOptions
 from rl_core.weights.receiving.receiver import RefitReceiver
 from rl_core.weights.sending.sender import RefitSender
 from rl_core.weights.sending.sources import GuardedSource
-from rl_core.weights.tensors import NamedTensorSink, NamedTensorSource, module_tensors
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch.distributed.tensor import DTensor
 
+from rl_backends.tensors import NamedTensorSource
 from rl_core.errors import CapabilityError
 from rl_core.interfaces import Piece
-from rl_core.weights.tensors import NamedTensorSource
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence

@@ -8,11 +8,11 @@ import torch
 
 from rl_backends import GenerationBackend
 from rl_backends.model_files import check_stop_strings
+from rl_backends.tensors import NamedTensorSink, module_tensors
 from rl_backends.torch.checkpoints import load_tokenizer
 from rl_backends.torch.decoding import DEFAULT_MAX_BATCH_SIZE
 from rl_core.config import check_config
 from rl_core.errors import ConfigError
-from rl_core.weights.tensors import NamedTensorSink, module_tensors
 from rl_hf.config import HuggingFaceGenerationConfig
 from rl_hf.decoders import decoding_engine
 from rl_hf.modeling import load_model, model_device, model_facts

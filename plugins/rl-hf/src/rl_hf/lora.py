@@ -11,10 +11,10 @@ import torch
 from rl_backends import adapters
 from rl_backends.modules import plain_name, whole_tensors
 from rl_backends.pieces import index_of, pieces_of
+from rl_backends.tensors import NamedTensorSource, tensor_specs
 from rl_backends.torch.reference import Reference
 from rl_core.errors import CapabilityError, ConfigError
 from rl_core.interfaces import Piece
-from rl_core.weights.tensors import NamedTensorSource, tensor_specs
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterator, Mapping, Sequence

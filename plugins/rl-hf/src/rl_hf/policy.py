@@ -17,6 +17,7 @@ from rl_backends.policy.base import check_policy_config
 from rl_backends.policy.checkpoint_directory import write_directory
 from rl_backends.policy.rows import scoring_rows
 from rl_backends.refit_ranks import RefitRanks
+from rl_backends.tensors import NamedTensorSource, module_tensors
 from rl_backends.torch.calibration import Calibration, check_calibration
 from rl_backends.torch.checkpoints import load_tokenizer
 from rl_backends.torch.decoding import DEFAULT_MAX_BATCH_SIZE, evaluating
@@ -27,7 +28,6 @@ from rl_core.batch import BatchedDataDict
 from rl_core.config import check_config
 from rl_core.errors import CapabilityError, ConfigError
 from rl_core.interfaces import LossInputType
-from rl_core.weights.tensors import NamedTensorSource, module_tensors
 from rl_hf import saving
 from rl_hf.config import HuggingFaceGenerationConfig, HuggingFacePolicyConfig
 from rl_hf.decoders import decoding_engine

@@ -19,9 +19,9 @@ from transformers.core_model_loading import revert_weight_conversion
 
 from rl_backends.pieces import copy_to_pieces
 from rl_backends.policy.checkpoint_directory import check_fit
+from rl_backends.tensors import NamedTensorSource, module_tensors, tensor_specs
 from rl_backends.torch.checkpoints import quiet
 from rl_core.errors import CheckpointError
-from rl_core.weights.tensors import NamedTensorSource, module_tensors, tensor_specs
 from rl_hf.forward import base_model
 from rl_hf.lora import MergedWeightSource, merged_state
 

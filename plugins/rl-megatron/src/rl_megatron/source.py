@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Self
 
 import torch
 
+from rl_backends.tensors import dtype_name
 from rl_core.errors import RefitError
 from rl_core.interfaces import Piece, TensorSpec, WeightSource
-from rl_core.weights.tensors import dtype_name
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import chain
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -11,7 +12,6 @@ from torch.nn.utils.rnn import pad_sequence
 from rl_core.batch import BatchedDataDict
 from rl_core.errors import ConfigError, DataError, RemoteError
 from rl_core.weights import refit
-from rl_core.weights.tensors import module_tensors
 from rl_trl.agreement import check_agreement
 from rl_trl.settings import check_settings, check_trainer, check_trl
 
@@ -114,7 +114,7 @@ class Rollout:
         check_settings(trainer, generation)
         model = trainer.model
         # A step changes the weights, and so does what loads a checkpoint between two steps.
-        changes = sum(tensor._version for tensor in module_tensors(model).values())
+        changes = sum(t._version for t in chain(model.parameters(), model.buffers()))
         state = (model, trainer.state.global_step, changes)
         if state != self._served:
             refit(model, generation, **self._refit_options)

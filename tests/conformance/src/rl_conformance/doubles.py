@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any
 from unittest import mock
 
 from rl_backends.spellings import SendsWeights, TakesWeights
+from rl_backends.tensors import NamedTensorSink, NamedTensorSource
 from rl_core.weights import RefitReceiver, RefitSender
-from rl_core.weights.tensors import NamedTensorSink, NamedTensorSource
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterator, Sequence

@@ -61,7 +61,7 @@ def digests(
     """Dtype and SHA-256 of each tensor's bytes, in another dtype where ``dtypes`` names one."""
     import torch
 
-    from rl_core.weights.tensors import dtype_name
+    from rl_backends.tensors import dtype_name
 
     found = {}
     for name, tensor in tensors.items():

@@ -8,11 +8,11 @@ from typing import Any
 import torch
 
 from mutants.mutant import breaks
+from rl_backends.tensors import NamedTensorSink, NamedTensorSource
 from rl_conformance.faults import rounded
 from rl_conformance.reference.generation import ReferenceGeneration
 from rl_conformance.reference.policy import ReferencePolicy
 from rl_core.interfaces import TensorSpec, WeightSink, WeightSource
-from rl_core.weights.tensors import NamedTensorSink, NamedTensorSource
 
 #: Where an engine does not have what arrived, no clause after these can hold.
 _FIRST = "(R1 or R2 and not (its_description or change_nothing)) and not (enough or every_part)"

@@ -8,10 +8,10 @@ from typing import Any
 import torch
 
 from mutants.mutant import breaks
+from rl_backends.tensors import NamedTensorSink, NamedTensorSource
 from rl_conformance.reference.generation import ReferenceGeneration
 from rl_conformance.reference.policy import ReferencePolicy
 from rl_core.interfaces import TensorSpec, WeightSink, WeightSource
-from rl_core.weights.tensors import NamedTensorSink, NamedTensorSource
 
 #: What looks at parts of tensors, and at bits.
 _PARTS = "R1 and (every_part or pattern_of_bits)"

@@ -12,13 +12,13 @@ from unittest import mock
 import torch
 
 from mutants.mutant import breaks
+from rl_backends.tensors import NamedTensorSource, whole_pieces
 from rl_conformance.reference.generation import ReferenceGeneration, ScaledSink
 from rl_conformance.reference.policy import ReferencePolicy
 from rl_core.interfaces import Piece, TensorSpec, WeightSink, WeightSource
 from rl_core.weights.data.digests import DIGEST_BYTES
 from rl_core.weights.receiving.loading import Loader
 from rl_core.weights.receiving.receiver import ReceiveJob
-from rl_core.weights.tensors import NamedTensorSource, whole_pieces
 from rl_core.weights.transports.memory import SharedRegion
 
 

@@ -11,12 +11,12 @@ from unittest import mock
 import torch
 
 from mutants.mutant import breaks
+from rl_backends.tensors import NamedTensorSink
 from rl_conformance.reference.generation import ReferenceGeneration
 from rl_conformance.reference.policy import ReferencePolicy
 from rl_core.errors import RLError
 from rl_core.interfaces import TensorSpec, WeightSink, WeightSource
 from rl_core.weights.data.digests import DigestTable
-from rl_core.weights.tensors import NamedTensorSink
 
 _SEQUENCES = "an_engine_accepts"
 

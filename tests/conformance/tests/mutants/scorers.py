@@ -13,13 +13,13 @@ import torch
 from mutants.mutant import Mutant, breaks, registered
 from rl_backends import PolicyBackend, RowLimits
 from rl_backends.inputs import input_lengths
+from rl_backends.tensors import NamedTensorSource
 from rl_conformance.quiet import no_progress_bars
 from rl_conformance.reference import MANIFEST, fp8, reference_target
 from rl_conformance.reference.policy import ReferencePolicy
 from rl_conformance.target import Target
 from rl_core.batch import BatchedDataDict
 from rl_core.plugins.manifest import Capability
-from rl_core.weights.tensors import NamedTensorSource
 
 _P1 = "P1 and (completely or special or any_batch or now or layout)"
 

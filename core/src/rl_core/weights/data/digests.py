@@ -36,6 +36,7 @@ import xxhash
 from rl_core.errors import RefitProtocolError
 from rl_core.weights.data.manifest import dtype_of, numel
 from rl_core.weights.data.plan import BLOCK
+from rl_core.weights.data.runs import copy_run
 from rl_core.weights.gpu import fold as _fold
 
 if TYPE_CHECKING:
@@ -45,7 +46,7 @@ if TYPE_CHECKING:
     from rl_core.weights.data.manifest import WeightManifest
     from rl_core.weights.data.plan import Segment
 
-__all__ = ["BlockHash", "DigestTable", "Hasher", "TensorHasher", "copy_run", "tensor_digest"]
+__all__ = ["BlockHash", "DigestTable", "Hasher", "TensorHasher", "tensor_digest"]
 
 DIGEST_BYTES = 16
 _UNKNOWN = bytes(DIGEST_BYTES)
@@ -282,26 +283,3 @@ class DigestTable:
         owned = compress(self._manifest.owned, mask)
         found = b"".join(self.known.get(spec.name, _UNKNOWN) for spec in owned)
         return xxhash.xxh3_128_hexdigest(self._manifest.digest.encode() + mask + found)
-
-
-def copy_run(target: torch.Tensor, source: torch.Tensor, offset: int) -> None:
-    """Fills 1-D ``target`` with the elements of ``source`` from ``offset`` on, in logical order.
-
-    Casts if the dtypes differ. ``source`` may have any strides and device; no copy of it is made.
-    """
-    count = target.numel()
-    if source.is_contiguous():
-        target.copy_(source.view(-1)[offset : offset + count])
-        return
-    width = source.numel() // source.shape[0]
-    done = 0
-    while done < count:
-        row, within = divmod(offset + done, width)
-        whole = 0 if within else (count - done) // width
-        if whole:
-            part = target[done : done + whole * width]
-            part.view(whole, *source.shape[1:]).copy_(source[row : row + whole])
-        else:
-            part = target[done : done + min(width - within, count - done)]
-            copy_run(part, source[row], within)
-        done += part.numel()

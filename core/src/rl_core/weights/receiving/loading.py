@@ -18,12 +18,11 @@ from rl_core.weights.data.digests import (
     Hasher,
     TensorHasher,
     as_view,
-    copy_run,
 )
 from rl_core.weights.data.manifest import dtype_of
 from rl_core.weights.data.parts import KnownPieces, box_of, layout_of, narrowed, runs_in, sizes_of
 from rl_core.weights.data.plan import ALIGN
-from rl_core.weights.tensors import write_run
+from rl_core.weights.data.runs import copy_run, write_run
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence

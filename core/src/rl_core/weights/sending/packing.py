@@ -10,9 +10,10 @@ import msgspec
 import torch
 
 from rl_core.errors import ManifestMismatchError
-from rl_core.weights.data.digests import Hasher, copy_run
+from rl_core.weights.data.digests import Hasher
 from rl_core.weights.data.manifest import dtype_of
 from rl_core.weights.data.parts import Part, box_of, narrowed, sizes_of
+from rl_core.weights.data.runs import copy_run
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence

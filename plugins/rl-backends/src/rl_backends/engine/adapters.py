@@ -12,9 +12,9 @@ from torch import distributed as dist
 from rl_backends.adapters import adapter_tensors, add_adapters
 from rl_backends.engine.weights import workers_group
 from rl_backends.modalities import model_on_meta
+from rl_backends.tensors import whole_pieces
 from rl_core.errors import CapabilityError
 from rl_core.interfaces import Piece, TensorSpec, WeightSink
-from rl_core.weights.tensors import whole_pieces
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence

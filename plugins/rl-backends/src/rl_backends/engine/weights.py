@@ -17,9 +17,9 @@ from rl_backends.engine.loader import regions_of
 from rl_backends.engine.rearranged import RearrangedLayers
 from rl_backends.engine.regions import Region, count_elements
 from rl_backends.modalities import model_on_meta
+from rl_backends.tensors import module_tensors, tensor_specs
 from rl_core.errors import CapabilityError, ConfigError, RefitCorrupted
 from rl_core.interfaces import Piece, TensorSpec, WeightSink
-from rl_core.weights.tensors import module_tensors, tensor_specs
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence

@@ -15,8 +15,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from rl_backends.pieces import local_part
+from rl_backends.tensors import module_tensors, tensor_specs
 from rl_core.errors import CapabilityError, ConfigError
-from rl_core.weights.tensors import module_tensors, tensor_specs
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator

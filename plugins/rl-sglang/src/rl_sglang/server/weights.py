@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from rl_backends.tensors import whole_pieces
 from rl_core.errors import ConfigError, PluginError
 from rl_core.interfaces import Piece, WeightSink
-from rl_core.weights.tensors import whole_pieces
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

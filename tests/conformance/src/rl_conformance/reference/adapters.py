@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from rl_backends.engine.adapters import AdapterSink
+from rl_backends.tensors import dtype_name
 from rl_conformance.adapters import adapted_layers
 from rl_core.interfaces import TensorSpec
-from rl_core.weights.tensors import dtype_name
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -9,11 +9,11 @@ import torch
 
 from rl_backends import Completion, GenerationBackend, ModelFacts, Row, RowEngine
 from rl_backends.generation.serving import ServedCall
+from rl_backends.tensors import NamedTensorSink
 from rl_conformance.oracle import penalised, truncated_distribution
 from rl_conformance.reference.adapters import ReferenceAdapters
 from rl_conformance.reference.fp8 import rounded
 from rl_conformance.reference.loading import load_once
-from rl_core.weights.tensors import NamedTensorSink
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Mapping, Sequence

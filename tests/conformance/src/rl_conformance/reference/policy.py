@@ -14,13 +14,13 @@ import torch
 from rl_backends import PolicyBackend, RowLimits
 from rl_backends.inputs import input_lengths
 from rl_backends.policy.ranks import RankGroup
+from rl_backends.tensors import NamedTensorSource, module_tensors
 from rl_conformance.quiet import no_progress_bars
 from rl_conformance.reference.fp8 import E4M3_MAX, observed
 from rl_conformance.reference.loading import load_once
 from rl_conformance.reference.stepping import make_optimizer
 from rl_core.errors import CheckpointError, DataError
 from rl_core.interfaces import LossInputType
-from rl_core.weights.tensors import NamedTensorSource, module_tensors
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Sequence

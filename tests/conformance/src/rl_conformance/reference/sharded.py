@@ -17,6 +17,7 @@ from torch import distributed as dist
 from torch import nn
 
 from rl_backends.refit_ranks import RefitRanks
+from rl_backends.tensors import module_tensors, tensor_specs
 from rl_conformance.reference.config import ReferencePolicyConfig
 from rl_conformance.reference.generation import ReferenceGeneration
 from rl_conformance.reference.policy import ReferencePolicy
@@ -25,7 +26,6 @@ from rl_conformance.reference.vocabulary import Vocabulary
 from rl_core.config import Range
 from rl_core.errors import ConfigError
 from rl_core.interfaces import DataParallelRank, Piece, WeightSource
-from rl_core.weights.tensors import module_tensors, tensor_specs
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterator, Sequence

@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from torch import nn
 
-from rl_core.errors import RefitProtocolError
-from rl_core.weights.tensors import (
+from rl_backends.tensors import (
     NamedTensorSink,
     NamedTensorSource,
     module_tensors,
     tensor_specs,
-    write_run,
 )
+from rl_core.errors import RefitProtocolError
 
 
 class Odd(nn.Module):
@@ -95,20 +92,6 @@ def test_a_run_past_the_end_is_refused():
     (spec,) = (spec for spec in sink.specs() if spec.name == "first")
     with pytest.raises(RefitProtocolError, match="first"):
         sink.write("first", 10, torch.ones(3), of=spec)
-
-
-@given(data=st.data())
-def test_a_run_lands_in_place_whatever_the_strides(data: st.DataObject):
-    shape = data.draw(st.lists(st.integers(1, 4), min_size=1, max_size=4))
-    order = data.draw(st.permutations(range(len(shape))))
-    target = torch.zeros(*shape, 2)[..., 0].permute(*order)
-    offset = data.draw(st.integers(0, target.numel()))
-    count = data.draw(st.integers(0, target.numel() - offset))
-    run = torch.arange(1.0, count + 1)
-    expected = torch.zeros(target.numel())
-    expected[offset : offset + count] = run
-    write_run(target, offset, run)
-    assert torch.equal(target.reshape(-1), expected)
 
 
 def aliases(**tensors: torch.Tensor) -> dict[str, str]:

@@ -13,6 +13,7 @@ import torch
 
 from rl_core.errors import RefitProtocolError
 from rl_core.interfaces import Piece, TensorSpec, WeightSink, WeightSource
+from rl_core.weights.data.runs import write_run
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -26,7 +27,6 @@ __all__ = [
     "module_tensors",
     "tensor_specs",
     "whole_pieces",
-    "write_run",
 ]
 
 
@@ -156,31 +156,3 @@ class NamedTensorSink(_NamedTensors, WeightSink):
         """See :meth:`WeightSink.read`."""
         for name in names:
             yield name, self.tensors_by_name[name].detach()
-
-
-def write_run(target: torch.Tensor, offset: int, data: torch.Tensor) -> None:
-    """Copies 1-D ``data`` over elements ``offset...`` of ``target`` in its logical order.
-
-    ``target`` may have any strides; no temporary of its size is made.
-    """
-    count = data.numel()
-    if count == 0:
-        return
-    if target.is_contiguous():
-        target.view(-1)[offset : offset + count].copy_(data)
-        return
-    if target.dim() == 1:
-        target[offset : offset + count].copy_(data)
-        return
-    # The run is the end of one row, some whole rows, and the start of another.
-    width = target[0].numel()
-    row, within = divmod(offset, width)
-    if within:
-        head = min(width - within, count)
-        write_run(target[row], within, data[:head])
-        data, row = data[head:], row + 1
-    whole = data.numel() // width
-    if whole:
-        rows = target[row : row + whole]
-        rows.copy_(data[: whole * width].view(rows.shape))
-    write_run(target[min(row + whole, len(target) - 1)], 0, data[whole * width :])
