@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from rl_core.batch import BatchedDataDict, pack, plan_microbatches
+from rl_core.batch import BatchedDataDict, pack
 from rl_core.errors import ConfigError, DataError
 
 LENGTHS = torch.tensor([3, 4, 1, 2])
@@ -36,12 +36,6 @@ PARAMETERS = {
     "pack seed": (lambda n: pack([1], 8, "first_fit_shuffle", seed=n), 0),
     "pack bin_multiple": (lambda n: pack([1], 8, bin_multiple=n), 1),
     "pack min_bin_count": (lambda n: pack([1], 8, min_bin_count=n), 0),
-    "plan micro_batch_size": (lambda n: plan_microbatches(LENGTHS, micro_batch_size=n), 1),
-    "plan group_size": (
-        lambda n: plan_microbatches(LENGTHS, micro_batch_size=2, group_size=n),
-        1,
-    ),
-    "plan width": (lambda n: plan_microbatches(LENGTHS, micro_batch_size=2, width=n), 0),
     "shard shards": (lambda n: make_batch().shard_by_batch_size(n), 1),
     "shard batch_size": (lambda n: make_batch().shard_by_batch_size(2, n), 1),
     "shard group_size": (lambda n: make_batch().shard_by_batch_size(2, group_size=n), 1),
@@ -94,17 +88,13 @@ def test_whole_numbers_of_other_libraries_count(kind):
 def test_a_bound_or_a_rounding_that_is_none_is_refused_by_name(way, key, number):
     args = {"max_tokens_per_microbatch": 16, key: number}
     with pytest.raises(ConfigError, match=f"{way}: '{key}' must be") as caught:
-        plan_microbatches(LENGTHS, **{way: args})
-    assert caught.value.details["key"] == key
-    with pytest.raises(ConfigError, match=f"{way}: '{key}' must be"):
         make_batch().shard_by_batch_size(2, **{way: args})
+    assert caught.value.details["key"] == key
 
 
 @pytest.mark.parametrize("way", [DYNAMIC, PACKED])
 def test_a_bound_below_the_longest_row_names_row_and_bound(way):
     args = {"max_tokens_per_microbatch": 3}
-    with pytest.raises(DataError, match=r"row 1 takes 4 tokens .* max_tokens_per_microbatch is 3"):
-        plan_microbatches(LENGTHS, **{way: args})
     with pytest.raises(DataError, match=r"row 1 takes 4 tokens .* max_tokens_per_microbatch is 3"):
         make_batch().shard_by_batch_size(1, **{way: args})
 
@@ -121,7 +111,7 @@ def test_arguments_that_are_no_options_are_refused_before_they_are_read(way, arg
 def test_a_seed_below_zero_is_refused_by_name():
     args = {"max_tokens_per_microbatch": 16, "algorithm": "first_fit_shuffle", "seed": -1}
     with pytest.raises(ConfigError, match="'seed' must be >= 0"):
-        plan_microbatches(LENGTHS, sequence_packing_args=args)
+        make_batch().shard_by_batch_size(1, sequence_packing_args=args)
 
 
 @pytest.mark.parametrize("pad", [True, 1.5, math.nan, math.inf, None, "0", [0], 2**70])

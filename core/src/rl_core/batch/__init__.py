@@ -1,7 +1,7 @@
 """Batches of rows: sharding, microbatches, sequence packing, padding."""
 
 from rl_core.batch.data_dict import BatchedDataDict, SlicedDataDict
-from rl_core.batch.microbatches import DynamicBatchingArgs, SequencePackingArgs, plan_microbatches
+from rl_core.batch.microbatches import DynamicBatchingArgs, SequencePackingArgs
 from rl_core.batch.packing import pack
 from rl_core.batch.padding import verify_right_padding
 
@@ -11,6 +11,5 @@ __all__ = [
     "SequencePackingArgs",
     "SlicedDataDict",
     "pack",
-    "plan_microbatches",
     "verify_right_padding",
 ]

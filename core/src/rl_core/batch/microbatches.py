@@ -1,7 +1,7 @@
 """The one place that decides which rows share a microbatch.
 
-Fixed sizes, dynamic batching (rows of similar length share a padded microbatch) and sequence
-packing (rows share a packed sequence), each for one local batch or for several shards in step.
+Dynamic batching (rows of similar length share a padded microbatch) and sequence packing (rows share
+a packed sequence), for several shards in step.
 """
 
 from __future__ import annotations
@@ -25,11 +25,12 @@ __all__ = [
     "Microbatch",
     "PlanScope",
     "SequencePackingArgs",
+    "check_groups",
     "plan_dynamic",
-    "plan_microbatches",
     "plan_packed",
     "plan_shards",
     "planner",
+    "row_lengths",
 ]
 
 
@@ -143,57 +144,6 @@ def plan_shards(
     return [rows.flatten() for rows in per_shard]
 
 
-def plan_microbatches(
-    lengths: torch.Tensor,
-    *,
-    micro_batch_size: int | None = None,
-    dynamic_batching_args: DynamicBatchingArgs | None = None,
-    sequence_packing_args: SequencePackingArgs | None = None,
-    width: int | None = None,
-    group_size: int = 1,
-) -> list[torch.Tensor]:
-    """Cuts one local batch into microbatches. Every row is in exactly one.
-
-    Args:
-        lengths: ``[B]`` integer tokens of each row; a row takes at least one.
-        micro_batch_size: Rows per microbatch, in order; the last may hold fewer. Rounded down to
-            whole groups, but never below one.
-        dynamic_batching_args: Instead of a fixed size.
-        sequence_packing_args: Instead of a fixed size.
-        width: Padded width of the batch: no row is longer, and dynamic batching rounds up no
-            further.
-        group_size: So many neighbouring rows stay in one microbatch (2 for preference pairs).
-
-    Returns:
-        ``[b]`` int64 row indices for each microbatch.
-
-    Raises:
-        ConfigError: Not exactly one of the three ways is given, or its arguments, the group size
-            or the width are wrong.
-        DataError: A row or group is longer than a microbatch, a row is longer than ``width``, or B
-            is no multiple of the group.
-    """
-    given = (micro_batch_size, dynamic_batching_args, sequence_packing_args)
-    if sum(way is not None for way in given) != 1:
-        raise ConfigError(
-            "the microbatch plan needs one of micro_batch_size, dynamic_batching_args and "
-            "sequence_packing_args",
-            fix="give exactly one of them",
-            key="micro_batch_size",
-        )
-    scope = PlanScope(
-        group_size=as_int("group_size", group_size, 1),
-        width=None if width is None else as_int("width", width, 0),
-    )
-    if micro_batch_size is None:
-        plan, options = planner(dynamic_batching_args, sequence_packing_args)
-        return [part.rows for part in plan(lengths, options, scope)[0]]
-    micro_batch_size = as_int("micro_batch_size", micro_batch_size, 1)
-    rows = torch.arange(_row_lengths(lengths, scope).size)
-    step = max(1, micro_batch_size // scope.group_size) * scope.group_size
-    return [rows[start : start + step] for start in range(0, len(rows), step)]
-
-
 def plan_dynamic(
     lengths: torch.Tensor, options: dict[str, Any], scope: PlanScope
 ) -> list[list[Microbatch]]:
@@ -209,7 +159,7 @@ def plan_dynamic(
         DataError: A row (or group) alone exceeds the bound, or the counts do not divide.
     """
     bound = options["max_tokens_per_microbatch"]
-    groups = _row_lengths(lengths, scope).max(axis=1)
+    groups = row_lengths(lengths, scope).max(axis=1)
     shards = scope.shards
     if len(groups) % shards:
         raise DataError(
@@ -253,7 +203,7 @@ def plan_packed(
     """
     bound = options["max_tokens_per_microbatch"]
     multiple = options.get("sequence_length_pad_multiple", 1)
-    groups = _round_up(_row_lengths(lengths, scope), multiple).sum(axis=1)
+    groups = _round_up(row_lengths(lengths, scope), multiple).sum(axis=1)
     _check_fits(groups, bound, scope)
     algorithm = options.get("algorithm", "modified_first_fit_decreasing")
     bins = pack(groups, bound, algorithm, seed=options.get("seed", 0), bin_multiple=scope.shards)
@@ -279,7 +229,7 @@ def check_groups(rows: int, group_size: int) -> None:
         )
 
 
-def _row_lengths(lengths: torch.Tensor, scope: PlanScope) -> np.ndarray[Any, Any]:
+def row_lengths(lengths: torch.Tensor, scope: PlanScope) -> np.ndarray[Any, Any]:
     """``[groups, group_size]`` int64 lengths, at least 1."""
     given: Any = lengths
     if not isinstance(given, torch.Tensor):

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 
 from rl_backends.inputs import as_batch, check_limits, input_lengths
-from rl_core.batch import BatchedDataDict, plan_microbatches
+from rl_backends.policy.microbatches import plan_microbatches
+from rl_core.batch import BatchedDataDict
 from rl_core.batch.microbatches import check_groups
 from rl_core.errors import ConfigError, DataError
 
