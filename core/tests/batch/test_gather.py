@@ -130,6 +130,16 @@ def test_a_value_that_cannot_travel_is_refused_with_its_key_and_type(alone, item
         BatchedDataDict({"bad": [[item]]}).all_gather()
 
 
-def test_an_integer_beyond_64_bits_is_refused(alone):
-    with pytest.raises(DataError, match="64 bits"):
-        BatchedDataDict({"bad": [2**70]}).all_gather()
+def test_an_integer_beyond_64_bits_keeps_its_value(alone):
+    assert BatchedDataDict({"big": [2**70, -(2**70)]}).all_gather()["big"] == [2**70, -(2**70)]
+
+
+def test_what_a_view_does_not_show_stays_where_it_is(alone, monkeypatch):
+    """Only the rows of a slice travel, not the batch that they are of."""
+    sent, save = [], torch.save
+    monkeypatch.setattr(
+        torch, "save", lambda columns, file: sent.append(columns) or save(columns, file)
+    )
+    part = BatchedDataDict({"x": torch.zeros(1000, 4)}).slice(5, 6)
+    assert torch.equal(part.all_gather()["x"], torch.zeros(1, 4))
+    assert sent[0]["x"].untyped_storage().nbytes() == 16

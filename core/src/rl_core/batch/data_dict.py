@@ -465,5 +465,6 @@ class SlicedDataDict(BatchedDataDict[Any]):
     """A part of a larger batch: a slice, or a shard that may carry planned microbatches."""
 
 
-# torch.load(weights_only=True) reads batches: they hold nothing but tensors and plain values.
-torch.serialization.add_safe_globals([BatchedDataDict, SlicedDataDict])
+# torch.load(weights_only=True) reads batches: they hold nothing but tensors and plain values, of
+# which b"" is stored as a call of its class.
+torch.serialization.add_safe_globals([BatchedDataDict, SlicedDataDict, bytes])

@@ -195,29 +195,24 @@ class _Pool:
         self.sizes: list[int] = sizes.tolist()
         # Reversed, so that pop() takes the row that comes first in the batch.
         self.rows: Bins = [part[::-1].tolist() for part in np.split(order, starts[1:])]
-        # Slot i + 1 is size i. A used-up slot links to a slot below it; slot 0 is "none fits".
-        self.below = [max(0, slot - 1) for slot in range(len(self.sizes) + 1)]
-        self.first = 0
 
     def remaining(self) -> Lengths:
         return np.array([row for rows in self.rows for row in rows], dtype=np.int64)
 
     def take_smallest(self) -> tuple[int, int] | None:
         """Removes a shortest sequence; its row and length."""
-        while self.first < len(self.rows) and not self.rows[self.first]:
-            self.first += 1
-        if self.first == len(self.rows):
-            return None
-        return self.rows[self.first].pop(), self.sizes[self.first]
+        return self._take(0) if self.sizes else None
 
     def take_largest(self, limit: int) -> tuple[int, int] | None:
         """Removes a longest sequence of at most ``limit`` tokens; its row and length."""
-        start = slot = bisect_right(self.sizes, limit)
-        while slot and not self.rows[slot - 1]:
-            slot = self.below[slot]
-        while start > slot:  # the next search jumps over what this one found empty
-            self.below[start], start = slot, self.below[start]
-        return (self.rows[slot - 1].pop(), self.sizes[slot - 1]) if slot else None
+        slot = bisect_right(self.sizes, limit) - 1
+        return self._take(slot) if slot >= 0 else None
+
+    def _take(self, slot: int) -> tuple[int, int]:
+        row, size = self.rows[slot].pop(), self.sizes[slot]
+        if not self.rows[slot]:
+            del self.rows[slot], self.sizes[slot]
+        return row, size
 
 
 def modified_first_fit_decreasing(lengths: Lengths, capacity: int, _seed: int = 0) -> Bins:
