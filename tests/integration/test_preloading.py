@@ -6,7 +6,7 @@ import json
 import subprocess
 import sys
 
-from rl_core.plugins.discovery import list_backends
+from rl_cli.listing import list_backends
 from rl_hosting.local_cluster import PRELOAD
 
 #: Imports modules with a torch that says it sees eight GPUs; prints who asked it.

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from installed import NO_ENGINE, Install
 
+from rl_cli.listing import BackendListing, list_backends
 from rl_core.errors import (
     BrokenPluginError,
     IncompatiblePluginError,
@@ -21,9 +22,7 @@ from rl_core.plugins.discovery import (
     CONFORMANCE,
     HOOKS,
     TRANSPORTS,
-    BackendListing,
     check_engine,
-    list_backends,
     load_manifest,
     load_object,
     providers,
@@ -291,7 +290,7 @@ def test_nested_attributes_are_loaded() -> None:
     [
         "import rl_core",
         "import rl_core; rl_core.GenerationConfig, rl_core.ConfigError, rl_core.__version__",
-        "from rl_core.plugins.discovery import list_backends; list_backends()",
+        "from rl_cli.listing import list_backends; list_backends()",
         "from rl_core import create_generation, create_policy",
     ],
 )

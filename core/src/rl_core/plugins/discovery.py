@@ -28,7 +28,7 @@ from rl_core.plugins.manifest import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Iterable, Iterator
 
     from importlib_metadata import Distribution
 
@@ -39,12 +39,9 @@ __all__ = [
     "CONFORMANCE",
     "HOOKS",
     "TRANSPORTS",
-    "BackendListing",
     "Provider",
     "check_engine",
     "engine_version",
-    "inspect_all",
-    "list_backends",
     "load_manifest",
     "load_object",
     "providers",
@@ -93,34 +90,6 @@ class Provider:
         return cls(
             message, fix=fix, distribution=self.distribution, version=self.version, **details
         )
-
-
-@dataclass(frozen=True, slots=True)
-class BackendListing:
-    """What a listing shows of one provider of a backend.
-
-    Attributes:
-        provider: Where it comes from.
-        manifest: None where it could not be loaded.
-        engine: Installed ``"distribution version"`` of the engine, or "".
-        error: What is wrong, with its cause and fix; None if it can be used here.
-        duplicates: Other distributions that provide the same name.
-    """
-
-    provider: Provider
-    manifest: BackendManifest | None = None
-    engine: str = ""
-    error: PluginError | None = None
-    duplicates: tuple[str, ...] = ()
-
-    @property
-    def status(self) -> str:
-        """``ready``, ``no engine``, ``wrong engine``, ``incompatible`` or ``broken``."""
-        if isinstance(self.error, MissingEngineError):
-            return "wrong engine" if self.engine else "no engine"
-        if isinstance(self.error, IncompatiblePluginError):
-            return "incompatible"
-        return "broken" if self.error else "ready"
 
 
 def providers(group: str) -> list[Provider]:
@@ -288,24 +257,3 @@ def check_engine(provider: Provider, manifest: BackendManifest) -> None:
             engine=name,
             engine_version=version,
         )
-
-
-def list_backends() -> list[BackendListing]:
-    """Lists every backend, whole or broken. Never raises for what a plugin does."""
-    return inspect_all(providers(BACKENDS))
-
-
-def inspect_all(found: Sequence[Provider]) -> list[BackendListing]:
-    """Loads manifests and looks for engines; what fails, and rivals among these, are listed."""
-    listings = []
-    for provider in found:
-        manifest, engine, problem = None, "", None
-        try:
-            manifest = load_manifest(provider)
-            engine = " ".join(engine_version(manifest.engine) or ())
-            check_engine(provider, manifest)
-        except PluginError as error:
-            problem = error
-        same = [p.distribution for p in found if p.name == provider.name and p is not provider]
-        listings.append(BackendListing(provider, manifest, engine, problem, tuple(same)))
-    return listings

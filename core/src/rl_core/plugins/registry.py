@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from rl_core.config import nearest
-from rl_core.errors import AmbiguousBackendError, BackendNotFoundError
+from rl_core.errors import AmbiguousBackendError, BackendNotFoundError, PluginError
 from rl_core.install import PROJECT, install_command
 from rl_core.plugins.discovery import (
     BACKENDS,
     TRANSPORTS,
     Provider,
     check_engine,
-    inspect_all,
     load_manifest,
     providers,
 )
@@ -73,7 +73,12 @@ def find_provider(name: str, group: str = BACKENDS) -> Provider:
     """As :func:`match_providers`, but one; AmbiguousBackendError if several can be loaded."""
     found = match_providers(name, group)
     if len(found) > 1 and group == BACKENDS:
-        found = [listing.provider for listing in inspect_all(found) if listing.manifest] or found
+        whole = []
+        for provider in found:
+            with suppress(PluginError):
+                load_manifest(provider)
+                whole.append(provider)
+        found = whole or found
     if len(found) > 1:
         raise AmbiguousBackendError(
             f"several plugins provide the {_KINDS[group]} {name!r}: {', '.join(map(str, found))}",

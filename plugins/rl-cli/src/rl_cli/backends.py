@@ -12,9 +12,9 @@ from rich.table import Table
 from rich.text import Text
 
 from rl_cli.command import Command
+from rl_cli.listing import BackendListing, inspect_all, list_backends
 from rl_cli.output import chatter_to_stderr, console_for_result
 from rl_core.install import install_command
-from rl_core.plugins.discovery import BackendListing, inspect_all, list_backends
 from rl_core.plugins.hookspecs import broken_hooks
 from rl_core.plugins.manifest import CONTRACT_VERSION
 from rl_core.plugins.registry import match_providers

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, NamedTuple
 
 from rl_cli import COMMANDS
+from rl_cli.listing import inspect_all
 from rl_core.errors import MissingEngineError
 from rl_core.install import install_command
 from rl_core.plugins.discovery import (
@@ -12,7 +13,6 @@ from rl_core.plugins.discovery import (
     CONFORMANCE,
     HOOKS,
     TRANSPORTS,
-    inspect_all,
     load_object,
     providers,
 )

@@ -18,7 +18,7 @@ from rl_core.plugins.discovery import load_object
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from rl_core.plugins.discovery import BackendListing
+    from rl_cli.listing import BackendListing
 
 __all__ = ["faults"]
 

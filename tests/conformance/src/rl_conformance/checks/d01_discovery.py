@@ -38,7 +38,7 @@ class Hide(importlib.abc.MetaPathFinder):
         if name.partition(".")[0] in hidden:
             raise ModuleNotFoundError(f"{name} is hidden", name=name)
 sys.meta_path.insert(0, Hide())
-from rl_core.plugins.discovery import list_backends
+from rl_cli.listing import list_backends
 found = {item.provider.name: item.manifest is not None for item in list_backends()}
 print(json.dumps({"found": found, "loaded": sorted(hidden & set(sys.modules))}))
 """
