@@ -474,7 +474,7 @@ def address(choices: Choices, seen: Counter[str]) -> None:
 
 @cache
 def region() -> SharedRegion:
-    return SharedRegion.create(4096, "/nowhere")
+    return SharedRegion.create(4096)
 
 
 def reference(choices: Choices, seen: Counter[str]) -> None:

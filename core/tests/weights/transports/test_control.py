@@ -21,7 +21,6 @@ from transport_processes import ReceivingProcess, SendingProcess
 
 from rl_core.errors import ConfigError, RefitError, RefitPeerError, RefitProtocolError
 from rl_core.weights.protocol.frames import MAX_FRAME_BYTES
-from rl_core.weights.transports import ipc
 from rl_core.weights.transports.control import ControlClient, ControlServer
 from rl_core.weights.transports.ipc import IPC
 from rl_core.weights.transports.memory import SharedRegion
@@ -369,14 +368,12 @@ def test_an_option_is_refused_by_name():
 # -- shared memory ---------------------------------------------------------------------------------
 
 
-@pytest.fixture(params=["anonymous", "file"])
-def region(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, temporary: Path) -> Any:
-    if request.param == "file":
-        monkeypatch.delattr(os, "memfd_create")
-    return SharedRegion.create(5000, str(temporary))
+@pytest.fixture
+def region() -> Any:
+    return SharedRegion.create(5000)
 
 
-def test_what_one_side_writes_the_other_reads_until_both_let_go(region, temporary):
+def test_what_one_side_writes_the_other_reads_until_both_let_go(region):
     other = SharedRegion.attach(region.ref)
     assert other.data.shape == region.data.shape == (5000,)
     region.data.fill_(3)
@@ -384,7 +381,6 @@ def test_what_one_side_writes_the_other_reads_until_both_let_go(region, temporar
     region.close()
     region.close()
     assert other.data.eq(3).all()
-    assert not list(temporary.iterdir())
     other.close()
     with pytest.raises(RefitProtocolError):
         SharedRegion.attach(region.ref)
@@ -402,31 +398,19 @@ def test_memory_is_attached_across_processes():
     sender.close()
 
 
-def test_memory_that_is_dropped_is_given_back(temporary):
+def test_memory_that_is_dropped_is_given_back():
     def mapped() -> int:
         return Path("/proc/self/maps").read_text().count("rl-refit")
 
     gc.collect()
     before, held = len(os.listdir("/proc/self/fd")), mapped()
-    region = SharedRegion.create(5000, str(temporary))
+    region = SharedRegion.create(5000)
     attached = SharedRegion.attach(region.ref)
     assert mapped() > held
     del region, attached
     gc.collect()
     assert len(os.listdir("/proc/self/fd")) <= before  # other tests' threads may close some
     assert mapped() <= held
-
-
-def test_a_file_of_a_killed_senders_memory_is_removed_with_its_directory(temporary, monkeypatch):
-    monkeypatch.delattr(os, "memfd_create")
-    directory = Path(tempfile.mkdtemp(prefix=f"rl-refit-{ipc.boot_id()[:8]}-"))
-    with socket.socket(socket.AF_UNIX) as dead:
-        dead.bind(str(directory / "socket"))
-    region = SharedRegion.create(1, str(directory))
-    assert len(list(directory.iterdir())) == 2
-    IPC.receiver({"endpoint": f"ipc://{directory}/socket"}).close()
-    assert not list(temporary.iterdir())
-    region.close()
 
 
 @pytest.mark.parametrize(
@@ -447,12 +431,11 @@ def test_what_is_not_the_senders_memory_is_refused(region, change):
     region.close()
 
 
-def test_more_memory_than_the_host_has_is_an_error_and_leaves_nothing(temporary):
+def test_more_memory_than_the_host_has_is_an_error_and_leaves_nothing():
     before = len(os.listdir("/proc/self/fd"))
     with pytest.raises(RefitError, match="bucket_bytes"):
-        SharedRegion.create(1 << 50, str(temporary))
+        SharedRegion.create(1 << 50)
     assert len(os.listdir("/proc/self/fd")) <= before
-    assert not list(temporary.iterdir())
 
 
 @pytest.mark.parametrize("end", ["server", "client"])

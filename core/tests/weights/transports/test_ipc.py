@@ -392,8 +392,8 @@ def test_what_a_dying_trainer_left_is_cleared_once_it_no_longer_listens(monkeypa
     receiver.close()
 
 
-def test_only_the_sender_may_write_and_nobody_can_cut_memory_off(tmp_path):
-    with closing(SharedRegion.create(1 << 16, str(tmp_path))) as region:
+def test_only_the_sender_may_write_and_nobody_can_cut_memory_off():
+    with closing(SharedRegion.create(1 << 16)) as region:
         with closing(SharedRegion.attach(region.ref)) as attached:
             region.data.fill_(7)
             assert attached.data.eq(7).all()
@@ -411,8 +411,8 @@ def test_only_the_sender_may_write_and_nobody_can_cut_memory_off(tmp_path):
             os.close(fd)
 
 
-def test_what_was_read_stays_readable_after_the_lane_is_closed(tmp_path):
-    with closing(SharedRegion.create(100, str(tmp_path))) as region:
+def test_what_was_read_stays_readable_after_the_lane_is_closed():
+    with closing(SharedRegion.create(100)) as region:
         region.data.fill_(3)
         attached = SharedRegion.attach(region.ref)
         part = attached.data[10:20]
@@ -422,31 +422,19 @@ def test_what_was_read_stays_readable_after_the_lane_is_closed(tmp_path):
         assert part.eq(3).all()
 
 
-def test_memory_that_needs_a_name_loses_it_at_the_end(tmp_path, monkeypatch):
-    monkeypatch.delattr(os, "memfd_create")
-    region = SharedRegion.create(10, str(tmp_path))
-    [file] = tmp_path.iterdir()
-    assert file.stat().st_mode & 0o777 == 0o600
-    region.data.fill_(7)
-    attached = SharedRegion.attach(region.ref)
-    assert attached.data.tolist() == [7] * 10
-    region.close()
-    assert not list(tmp_path.iterdir())
-
-
 @pytest.mark.parametrize(
     "change", [{"nbytes": 99}, {"inode": 1}, {"path": "/nothing/here"}, {"path": 3}, {"more": 1}]
 )
-def test_memory_that_is_not_what_was_announced_is_refused(tmp_path, change):
-    region = SharedRegion.create(100, str(tmp_path))
+def test_memory_that_is_not_what_was_announced_is_refused(change):
+    region = SharedRegion.create(100)
     with pytest.raises(RefitProtocolError):
         SharedRegion.attach({**region.ref, **change})
     region.close()
 
 
-def test_more_memory_than_there_is_is_a_typed_error(tmp_path):
+def test_more_memory_than_there_is_is_a_typed_error():
     with pytest.raises(RefitError, match="shared memory"):
-        SharedRegion.create(1 << 60, str(tmp_path))
+        SharedRegion.create(1 << 60)
 
 
 def test_an_engine_that_cannot_map_the_memory_says_so_on_both_sides(pair, monkeypatch):

@@ -92,7 +92,7 @@ class IpcSender(ControlServer, SenderEnd):
     ) -> Lane:
         if device.type == "cuda":
             return CudaRegion.create(nbytes, device)
-        return SharedRegion.create(nbytes, self._directory, grows=direct)
+        return SharedRegion.create(nbytes, grows=direct)
 
     def close(self) -> None:
         super().close()
@@ -198,8 +198,7 @@ def _clear(endpoint: str) -> bool:
         try:
             probe.connect(str(path))
         except ConnectionRefusedError:
-            for file in (path, *path.parent.glob("memory-*")):
-                file.unlink(missing_ok=True)
+            path.unlink(missing_ok=True)
             path.parent.rmdir()
         else:
             return False

@@ -1,8 +1,8 @@
 """Memory that processes of one host share, and that nothing can leave behind.
 
-On Linux it has no name at all: an anonymous file that a peer opens through the owner's entry in
-``/proc`` (which only the same user may), freed with the last process that maps it, and not subject
-to the size of ``/dev/shm``. Elsewhere it is a file in the sender's private directory.
+It has no name: an anonymous file that a peer opens through the owner's entry in ``/proc`` (which
+only the same user may), freed with the last process that maps it, and not subject to the size of
+``/dev/shm``.
 """
 
 from __future__ import annotations
@@ -11,10 +11,7 @@ import ctypes
 import fcntl
 import mmap
 import os
-import secrets
 import weakref
-from contextlib import suppress
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
@@ -30,7 +27,6 @@ if TYPE_CHECKING:
 
 __all__ = ["SharedRegion"]
 
-_POPULATE = getattr(mmap, "MAP_POPULATE", 0)
 _SEAL_FUTURE_WRITE = 0x10  # the kernel's F_SEAL_FUTURE_WRITE, which fcntl does not name everywhere
 #: Bytes that tensors left after which the heap returns its free memory to the system.
 _TRIM_BYTES = 64 << 20
@@ -56,7 +52,7 @@ class SharedRegion(Lane):
     def __init__(self, fd: int, ref: _Ref, *, writable: bool = False, grows: bool = False) -> None:
         self.ref = msgspec.to_builtins(ref)
         self._fd, self._grows, self._left = fd, grows, 0
-        flags = mmap.MAP_SHARED | (0 if grows else _POPULATE)
+        flags = mmap.MAP_SHARED | (0 if grows else mmap.MAP_POPULATE)
         rights = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
         self._mapped = mmap.mmap(fd, ref.nbytes, flags=flags, prot=rights)
         seen: Any = self._mapped
@@ -68,17 +64,17 @@ class SharedRegion(Lane):
         self._finalizer: weakref.finalize[..., SharedRegion] | None = None
 
     @classmethod
-    def create(cls, nbytes: int, directory: str, *, grows: bool = False) -> Self:
+    def create(cls, nbytes: int, *, grows: bool = False) -> Self:
         """New zeroed memory.
 
         Args:
             nbytes: At least 1.
-            directory: Private to this user; where a file is made if memory cannot go without one.
             grows: Memory is had as :meth:`allocate_view` asks for it, so that what is moved in can
                 be freed where it was before the next is moved. Nothing else may be written.
         """
-        fd, name = _open(directory)
+        fd = os.memfd_create("rl-refit", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
+            os.fchmod(fd, 0o600)
             if nbytes > os.sysconf("SC_PHYS_PAGES") * mmap.PAGESIZE:
                 raise OSError("the host has less memory than that")
             if grows:
@@ -86,19 +82,19 @@ class SharedRegion(Lane):
             else:
                 os.posix_fallocate(fd, 0, nbytes)  # a lack shows here, not as a signal later
             stat = os.fstat(fd)
-            path = name or f"/proc/{os.getpid()}/fd/{fd}"
+            path = f"/proc/{os.getpid()}/fd/{fd}"
             ref = _Ref("memory", path, nbytes, stat.st_dev, stat.st_ino)
             region = cls(fd, ref, writable=True, grows=grows)
-            if not name:  # nobody may change the size, or map the memory to write to it
-                seals = fcntl.F_SEAL_SEAL | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
-                try:
-                    fcntl.fcntl(fd, fcntl.F_ADD_SEALS, seals | _SEAL_FUTURE_WRITE)
-                except OSError:  # before Linux 5.1
-                    fcntl.fcntl(fd, fcntl.F_ADD_SEALS, seals)
+            # Nobody may change the size, or map the memory to write to it.
+            seals = fcntl.F_SEAL_SEAL | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
+            try:
+                fcntl.fcntl(fd, fcntl.F_ADD_SEALS, seals | _SEAL_FUTURE_WRITE)
+            except OSError:  # before Linux 5.1
+                fcntl.fcntl(fd, fcntl.F_ADD_SEALS, seals)
         except OSError as error:
-            _release(fd, name, os.getpid())
+            os.close(fd)
             raise _lacking(nbytes, error) from error
-        region._finalizer = weakref.finalize(region, _release, fd, name, os.getpid())
+        region._finalizer = weakref.finalize(region, _release, fd, os.getpid())
         return region
 
     @classmethod
@@ -168,20 +164,6 @@ def _unmapped(path: str, error: Exception) -> RefitProtocolError:
     )
 
 
-def _open(directory: str) -> tuple[int, str]:
-    """A descriptor of new memory, and its path if it has a name."""
-    if hasattr(os, "memfd_create") and Path("/proc/self/fd").is_dir():
-        fd = os.memfd_create("rl-refit", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-        os.fchmod(fd, 0o600)
-        return fd, ""
-    path = os.path.join(directory, f"memory-{secrets.token_hex(16)}")
-    return os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600), path
-
-
-def _release(fd: int, name: str, owner: int) -> None:
-    if os.getpid() != owner:
-        return  # a forked child ends; its parent still owns the memory
-    os.close(fd)
-    if name:
-        with suppress(FileNotFoundError):
-            os.unlink(name)
+def _release(fd: int, owner: int) -> None:
+    if os.getpid() == owner:  # not in a forked child that ends: its parent still has the memory
+        os.close(fd)
