@@ -1,9 +1,8 @@
 """The contract and nothing else: abstract classes and TypedDicts, no logic, no heavy imports."""
 
 # ruff: noqa: F403 - all that these modules name is public here
-from rl_core.interfaces import generation, loop, loss, policy, specs, weights, worker
+from rl_core.interfaces import generation, loss, policy, specs, weights, worker
 from rl_core.interfaces.generation import *
-from rl_core.interfaces.loop import *
 from rl_core.interfaces.loss import *
 from rl_core.interfaces.policy import *
 from rl_core.interfaces.specs import *
@@ -12,7 +11,6 @@ from rl_core.interfaces.worker import *
 
 __all__: list[str] = []
 __all__ += generation.__all__
-__all__ += loop.__all__
 __all__ += loss.__all__
 __all__ += policy.__all__
 __all__ += specs.__all__

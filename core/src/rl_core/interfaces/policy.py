@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from rl_core.errors import CapabilityError
-from rl_core.interfaces.loop import AxisSizes
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
+    from contextlib import AbstractContextManager
 
     from rl_core.batch.data_dict import BatchedDataDict
-    from rl_core.interfaces.loop import Timer
     from rl_core.interfaces.loss import LossFunction
     from rl_core.interfaces.specs import (
         GenerationDatumSpec,
@@ -24,7 +23,14 @@ if TYPE_CHECKING:
     )
     from rl_core.interfaces.worker import DataParallelRank, Future
 
-__all__ = ["ColocatablePolicyInterface", "PolicyInterface"]
+__all__ = ["ColocatablePolicyInterface", "PolicyInterface", "Timer"]
+
+
+class Timer(Protocol):
+    """A loop's stopwatch; what it does with the times is its own."""
+
+    def time(self, label: str) -> AbstractContextManager[object]:
+        """Measures what is done in the body, under a label such as ``"get_logprobs"``."""
 
 
 class PolicyInterface(ABC):
@@ -167,18 +173,10 @@ class PolicyInterface(ABC):
                 others choose where and how they write parts; here all parts are in one directory.
         """
 
-    def finalize_async_save(self) -> None:
-        """Waits for a checkpoint that is still being written; here ``save_checkpoint`` did."""
-
     @property
     def data_parallel_size(self) -> int:
         """Number of parts into which rows are divided."""
         return 1
-
-    @property
-    def sharding_annotations(self) -> AxisSizes:
-        """The sizes of the trainer's axes, of which ``"data_parallel"`` is always there."""
-        return AxisSizes({"data_parallel": self.data_parallel_size})
 
     @abstractmethod
     def shutdown(self) -> bool:

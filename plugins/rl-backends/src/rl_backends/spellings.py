@@ -2,15 +2,17 @@
 
 A trainer derives from :class:`SendsWeights`, an engine from :class:`TakesWeights`. What has no
 sender or receiver here, such as several engines or workers as one, supplies the first methods of
-each itself; the others follow from those.
+each itself; the others follow from those. A policy derives from :class:`LoopPolicy`, too.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 from rl_core.errors import ConfigError
 from rl_core.futures import wait
+from rl_core.interfaces import ColocatablePolicyInterface
 from rl_core.weights.options import DEFAULT_DEADLINE_S, SendOptions
 from rl_core.weights.protocol.timing import DRIVER_GRACE_S
 
@@ -21,7 +23,38 @@ if TYPE_CHECKING:
     from rl_core.interfaces import Future
     from rl_core.weights.sending.sender import RefitSender
 
-__all__ = ["Receiver", "SendsWeights", "TakesWeights"]
+__all__ = ["AxisSizes", "LoopPolicy", "Receiver", "SendsWeights", "TakesWeights"]
+
+
+@dataclass(frozen=True, slots=True)
+class AxisSizes:
+    """Into how many parts a trainer divides what, by axis."""
+
+    sizes: Mapping[str, int]
+
+    def get_axis_size(self, axis: str) -> int:
+        """The number of parts along an axis, such as ``"data_parallel"``.
+
+        Raises:
+            ConfigError: There is no such axis.
+        """
+        if axis not in self.sizes:
+            raise ConfigError(
+                f"the trainer has no axis {axis!r}", fix=f"ask for one of {sorted(self.sizes)}"
+            )
+        return self.sizes[axis]
+
+
+class LoopPolicy(ColocatablePolicyInterface):
+    """A policy with what NeMo RL's loops call and the interface does not have."""
+
+    def finalize_async_save(self) -> None:
+        """Waits for a checkpoint that is still being written; here ``save_checkpoint`` did."""
+
+    @property
+    def sharding_annotations(self) -> AxisSizes:
+        """The sizes of the trainer's axes, of which ``"data_parallel"`` is always there."""
+        return AxisSizes({"data_parallel": self.data_parallel_size})
 
 
 class SendsWeights:

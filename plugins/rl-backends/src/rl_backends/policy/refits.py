@@ -7,9 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 from rl_backends.changes import WeightChanges
 from rl_backends.policy.loop_checks import LoopChecks
-from rl_backends.spellings import SendsWeights
+from rl_backends.spellings import LoopPolicy, SendsWeights
 from rl_core.errors import CapabilityError
-from rl_core.interfaces import ColocatablePolicyInterface
 from rl_core.weights import RefitSender, SendOptions
 from rl_core.weights.sending.sources import GuardedSource
 
@@ -28,7 +27,7 @@ if TYPE_CHECKING:
 __all__ = ["PolicyRefits"]
 
 
-class PolicyRefits(SendsWeights, ColocatablePolicyInterface):
+class PolicyRefits(SendsWeights, LoopPolicy):
     """Both generations of the refit methods, over a weight source.
 
     Args:

@@ -12,7 +12,7 @@ from rl_backends.inputs import as_batch
 from rl_backends.policy.loop import checkpoint_path, scalars, timed
 from rl_backends.policy.loop_checks import LoopChecks, reward_spread
 from rl_backends.refit_ranks import join_ranks
-from rl_backends.spellings import SendsWeights
+from rl_backends.spellings import LoopPolicy, SendsWeights
 from rl_core.interfaces import ColocatablePolicyInterface as Colocatable
 from rl_core.interfaces import PolicyInterface
 from rl_hosting.cluster.remote import RemoteBackend, through
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 __all__ = ["RemotePolicy"]
 
 
-class RemotePolicy(RemoteBackend, SendsWeights, Colocatable):
+class RemotePolicy(RemoteBackend, SendsWeights, LoopPolicy):
     """Workers of one trainer; behaves as the embedded backend does.
 
     Each worker gets a :class:`~rl_core.interfaces.WorkerContext`. Every method
