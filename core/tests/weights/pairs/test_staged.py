@@ -28,8 +28,8 @@ from simple_pair import (
 
 from rl_conformance import doubles
 from rl_core.errors import CapabilityError, LifecycleError, RefitError, WeightsTornError
-from rl_core.interfaces import TensorSpec
-from rl_core.weights.data.manifest import dtype_of
+from rl_core.interfaces import Box
+from rl_core.weights.data.parts import sizes_of
 from rl_core.weights.receiving import staging
 from rl_core.weights.receiving.staging import StagedSink
 
@@ -95,15 +95,15 @@ def test_nothing_keeps_a_sink_after_its_refit(keep, isolation):
 
 def test_a_second_copy_that_does_not_fit_leaves_no_part_of_it(pair, monkeypatch):
     trainer, engine = pair
-    left = iter(range(5))  # two of them for every tensor
+    left = iter(range(2))
 
-    def scarce(spec: TensorSpec) -> torch.dtype:
+    def scarce(box: Box) -> tuple[int, ...]:
         if next(left, None) is None:
             raise RuntimeError("not enough memory")
-        return dtype_of(spec)
+        return sizes_of(box)
 
     with monkeypatch.context() as patch:
-        patch.setattr(staging, "dtype_of", scarce)
+        patch.setattr(staging, "sizes_of", scarce)
         _, error = fails(trainer, engine, **STAGED)
     assert "not enough memory" in str(error)
     assert engine.receiver.second_copy == {}

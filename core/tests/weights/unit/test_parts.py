@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from rl_core.errors import ManifestMismatchError, RefitProtocolError
 from rl_core.interfaces import Box, Piece, TensorSpec
-from rl_core.weights.data.manifest import WeightManifest, dtype_of, nbytes
+from rl_core.weights.data.manifest import WeightManifest
 from rl_core.weights.data.parts import (
     Partition,
     box_of,
@@ -132,7 +132,7 @@ def test_every_engine_receives_each_part_that_it_keeps_once_and_nothing_else(
                 got[engine].update(found)
     for engine, mask in keeps.items():
         left = [n for n in range(count) if mask[n] and not (skip and skip[n])]
-        wanted = Counter({n: nbytes(parts.manifest.owned[n]) for n in left})
+        wanted = Counter({n: parts.manifest.owned[n].nbytes for n in left})
         assert got[engine] == wanted
 
 
@@ -193,7 +193,7 @@ def test_a_plan_finds_every_part_in_a_direct_lane(model, bucket_bytes, data):
     lane = torch.zeros(max(plan.lane_bytes, 1), dtype=torch.uint8)
     whole, start = {}, 0
     for index, spec in enumerate(manifest.owned):
-        whole[spec.name] = torch.arange(spec.numel).to(dtype_of(spec)).view(spec.shape)
+        whole[spec.name] = torch.arange(spec.numel).to(spec.torch_dtype).view(spec.shape)
         for box in layout.get(index, [box_of(spec)]):
             piece = whole[spec.name][tuple(slice(*ends) for ends in box)].contiguous()
             lane[start : start + piece.nbytes] = piece.reshape(-1).view(torch.uint8)

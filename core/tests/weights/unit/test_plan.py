@@ -24,7 +24,7 @@ from rl_core.weights.data.digests import (
     Hasher,
     TensorHasher,
 )
-from rl_core.weights.data.manifest import WeightManifest, dtype_of, nbytes, numel
+from rl_core.weights.data.manifest import WeightManifest
 from rl_core.weights.data.parts import Partition
 from rl_core.weights.data.plan import (
     ALIGN,
@@ -99,9 +99,9 @@ def test_every_element_of_every_wanted_tensor_travels_once_and_in_order(planned)
         assert segment.spec is model.owned[index]
         assert segment.offset == position
         assert segment.elements > 0
-        assert segment.whole == (segment.elements == numel(segment.spec))
+        assert segment.whole == (segment.elements == segment.spec.numel)
         position += segment.elements
-        assert segment.last == (position == numel(segment.spec))
+        assert segment.last == (position == segment.spec.numel)
         if segment.last:
             position = 0
     assert position == 0
@@ -113,9 +113,9 @@ def test_every_segment_is_aligned_and_inside_the_lane(planned):
     _, _, plan = planned
     for segment in segments(plan):
         assert segment.start % ALIGN == 0
-        assert segment.stop - segment.start == segment.elements * dtype_of(segment.spec).itemsize
+        assert segment.stop - segment.start == segment.elements * segment.spec.torch_dtype.itemsize
         assert 0 <= segment.start < segment.stop <= plan.lane_bytes
-    assert plan.nbytes == sum(nbytes(planned[0].owned[index]) for index in plan.sent)
+    assert plan.nbytes == sum(planned[0].owned[index].nbytes for index in plan.sent)
 
 
 @given(plans())
@@ -136,7 +136,7 @@ def test_segments_of_buckets_that_are_under_way_together_never_overlap(planned):
 def test_a_tensor_that_fits_in_a_bucket_is_not_split(model, bucket_bytes):
     pieces = [segment.tensor for segment in segments(plan_of(model, bucket_bytes))]
     for index, spec in enumerate(model.owned):
-        if nbytes(spec) <= bucket_bytes // ALIGN * ALIGN:
+        if spec.nbytes <= bucket_bytes // ALIGN * ALIGN:
             assert pieces.count(index) == 1
 
 
@@ -145,8 +145,8 @@ def test_only_what_does_not_fit_any_more_begins_a_bucket(model, bucket_bytes):
     size = bucket_bytes // ALIGN * ALIGN
     for bucket, following in pairwise(plan_of(model, bucket_bytes).buckets):
         used = bucket.stop - bucket.start
-        left = numel(following.segments[0].spec) - following.segments[0].offset
-        needed = left * dtype_of(following.segments[0].spec).itemsize
+        left = following.segments[0].spec.numel - following.segments[0].offset
+        needed = left * following.segments[0].spec.torch_dtype.itemsize
         assert -(-used // ALIGN) * ALIGN + needed > size
 
 
@@ -157,10 +157,10 @@ def test_a_direct_place_depends_on_the_model_alone(model, data):
     plan = plan_of(model, bucket_bytes, DIRECT, skip=skip)
     starts = [0]
     for spec in model.owned:
-        starts.append(-(-(starts[-1] + nbytes(spec)) // ALIGN) * ALIGN)
+        starts.append(-(-(starts[-1] + spec.nbytes) // ALIGN) * ALIGN)
     assert plan.lane_bytes == starts[-1]
     for segment in segments(plan):
-        begin = starts[segment.tensor] + segment.offset * dtype_of(segment.spec).itemsize
+        begin = starts[segment.tensor] + segment.offset * segment.spec.torch_dtype.itemsize
         assert segment.start == begin
 
 
@@ -172,11 +172,11 @@ def test_the_blocks_of_a_tensor_are_the_same_for_every_bucket_that_holds_one(
     plan = plan_of(model, bucket_bytes, mode)
     found: dict[int, list[tuple[int, int]]] = {}
     for segment in segments(plan):
-        shift = segment.offset * dtype_of(segment.spec).itemsize - segment.start
+        shift = segment.offset * segment.spec.torch_dtype.itemsize - segment.start
         blocks = segment.blocks(plan.block_bytes)
         found.setdefault(segment.tensor, []).extend((a + shift, b + shift) for a, b in blocks)
     for index, spec in enumerate(model.owned):
-        edges = [*range(0, nbytes(spec), BLOCK), nbytes(spec)]
+        edges = [*range(0, spec.nbytes, BLOCK), spec.nbytes]
         assert found[index] == list(pairwise(edges))
 
 
@@ -185,7 +185,7 @@ def test_the_digests_of_segments_in_a_lane_are_those_of_the_tensors(model, bucke
     """What a packer or a loader finds, bucket by bucket, is what a delta finds beforehand."""
     plan = plan_of(model, bucket_bytes, mode)
     tensors = [
-        torch.arange(index, index + numel(spec)).remainder(3).to(dtype_of(spec)).view(spec.shape)
+        torch.arange(index, index + spec.numel).remainder(3).to(spec.torch_dtype).view(spec.shape)
         for index, spec in enumerate(model.owned)
     ]
     table = DigestTable(model)

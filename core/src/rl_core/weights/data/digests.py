@@ -34,7 +34,6 @@ import torch
 import xxhash
 
 from rl_core.errors import RefitProtocolError
-from rl_core.weights.data.manifest import dtype_of, numel
 from rl_core.weights.data.plan import BLOCK
 from rl_core.weights.data.runs import copy_run
 from rl_core.weights.gpu import fold as _fold
@@ -202,7 +201,7 @@ class TensorHasher:
         begun: list[tuple[Sequence[_Place], Callable[[], list[bytes]]]] = []
         together: dict[torch.device, tuple[list[_Place], list[torch.Tensor]]] = {}
         for name, spec, tensor in given:
-            if not tensor.is_contiguous() or tensor.dtype != dtype_of(spec):
+            if not tensor.is_contiguous() or tensor.dtype != spec.torch_dtype:
                 found[name] = tensor_digest(self._copied(tensor, spec))
                 continue
             place = (name, tensor.data_ptr(), tensor.nbytes)
@@ -229,8 +228,8 @@ class TensorHasher:
 
     def _copied(self, tensor: torch.Tensor, spec: TensorSpec) -> list[bytes]:
         """The digests of a tensor's blocks, each of which is copied into a buffer."""
-        dtype = dtype_of(spec)
-        step, total = self._block // dtype.itemsize, numel(spec)
+        dtype = spec.torch_dtype
+        step, total = self._block // dtype.itemsize, spec.numel
         scratch = torch.empty(min(step, total), dtype=dtype, device=tensor.device)
         digests: list[bytes] = []
         for offset in range(0, total, step):

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from rl_core.interfaces.weights import Box, TensorSpec
 
-__all__ = ["WeightManifest", "compare", "dtype_of", "nbytes", "numel"]
+__all__ = ["WeightManifest", "compare"]
 
 #: Dtypes between which a sender may round; quantised formats need scales and are not among them.
 CASTABLE = frozenset({"float64", "float32", "float16", "bfloat16"})
@@ -32,21 +32,6 @@ _DTYPES = frozenset(
 _SHOWN = 5
 #: Of one tensor: 1 PiB.
 _MOST_BYTES = 1 << 50
-
-
-def numel(spec: TensorSpec) -> int:
-    """Elements of the tensor a spec describes."""
-    return spec.numel
-
-
-def nbytes(spec: TensorSpec) -> int:
-    """Bytes of the tensor a spec describes."""
-    return spec.nbytes
-
-
-def dtype_of(spec: TensorSpec) -> torch.dtype:
-    """The torch dtype a spec names."""
-    return spec.torch_dtype
 
 
 @dataclass(frozen=True)
@@ -72,8 +57,8 @@ class WeightManifest:
             return f"unknown dtype {spec.dtype!r}"
         if not all(type(size) is int and size >= 0 for size in spec.shape):
             return f"a size in the shape {spec.shape} is not an integer of 0 or more"
-        if nbytes(spec) > _MOST_BYTES:
-            return f"its {nbytes(spec)} bytes are more than any memory has"
+        if spec.nbytes > _MOST_BYTES:
+            return f"its {spec.nbytes} bytes are more than any memory has"
         try:
             msgspec.msgpack.encode(spec)
         except (TypeError, ValueError, OverflowError) as error:  # such as half a character
@@ -118,7 +103,7 @@ class WeightManifest:
     @cached_property
     def owned(self) -> tuple[TensorSpec, ...]:
         """What is sent: all but aliases and empty tensors."""
-        return tuple(s for s in self.tensors if s.alias_of is None and numel(s))
+        return tuple(s for s in self.tensors if s.alias_of is None and s.numel)
 
     @cached_property
     def index(self) -> Mapping[str, int]:
@@ -138,7 +123,7 @@ class WeightManifest:
     @cached_property
     def nbytes(self) -> int:
         """Bytes of the tensors that are sent."""
-        return sum(map(nbytes, self.owned))
+        return sum(spec.nbytes for spec in self.owned)
 
     def root(self, name: str) -> str:
         """The tensor that owns the storage of ``name``."""

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Self, TypeAlias
 
 from rl_core.errors import ManifestMismatchError, RefitProtocolError
 from rl_core.interfaces.weights import Box, TensorSpec, whole_box
-from rl_core.weights.data.manifest import WeightManifest, dtype_of
+from rl_core.weights.data.manifest import WeightManifest
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -459,7 +459,7 @@ class Partition:
         found: list[tuple[int, tuple[int, ...]]] = [(-1, ())] * len(self.manifest.owned)
         position = 0
         for index, spec in enumerate(self.whole.owned):
-            itemsize = dtype_of(spec).itemsize
+            itemsize = spec.torch_dtype.itemsize
             for box in layout.get(index, [box_of(spec)]):
                 for part in self.of_box(index, box):
                     start = [first for first, _ in box]

@@ -16,7 +16,6 @@ import msgspec
 import xxhash
 
 from rl_core.errors import ConfigError
-from rl_core.weights.data.manifest import dtype_of, numel
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -99,11 +98,11 @@ class Segment(NamedTuple):
 
     def of(self, lane: torch.Tensor) -> torch.Tensor:
         """The segment's elements: 1-D, of the dtype that travels; not of one with strides."""
-        return lane[self.start : self.stop].view(dtype_of(self.spec))
+        return lane[self.start : self.stop].view(self.spec.torch_dtype)
 
     def part_in(self, lane: torch.Tensor) -> torch.Tensor:
         """All elements of a part that has strides."""
-        dtype = dtype_of(self.spec)
+        dtype = self.spec.torch_dtype
         elements = lane[: len(lane) // dtype.itemsize * dtype.itemsize].view(dtype)
         first = elements.storage_offset() + self.start // dtype.itemsize
         return elements.as_strided(self.spec.shape, self.strides, first)
@@ -256,7 +255,7 @@ def _fill(
     position = size + 1  # no bucket is open
     for index in sent:
         spec = manifest.owned[index]
-        itemsize, total, offset = dtype_of(spec).itemsize, numel(spec), 0
+        itemsize, total, offset = spec.torch_dtype.itemsize, spec.numel, 0
         while offset < total:
             start, left = _align(position), total - offset
             if start + left * itemsize > size:
@@ -279,7 +278,7 @@ def _at(segment: Segment, start: int, strides: tuple[int, ...] = ()) -> Segment:
             break
         step *= size
     else:  # it lies there in one piece
-        start += offset * dtype_of(spec).itemsize * bool(strides)
+        start += offset * spec.torch_dtype.itemsize * bool(strides)
         strides = ()
     return Segment(tensor, spec, offset, elements, start, start + stop - begin, last, strides)
 

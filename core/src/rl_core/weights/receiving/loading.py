@@ -19,7 +19,6 @@ from rl_core.weights.data.digests import (
     TensorHasher,
     as_view,
 )
-from rl_core.weights.data.manifest import dtype_of
 from rl_core.weights.data.parts import KnownPieces, box_of, layout_of, narrowed, runs_in, sizes_of
 from rl_core.weights.data.plan import ALIGN
 from rl_core.weights.data.runs import copy_run, write_run
@@ -52,11 +51,11 @@ class _Run(NamedTuple):
     def offset(self) -> int:
         """Index of its first element in the flattened part."""
         begin = self.segment.start
-        return self.segment.offset + (self.start - begin) // dtype_of(self.segment.spec).itemsize
+        return self.segment.offset + (self.start - begin) // self.segment.spec.torch_dtype.itemsize
 
     def of(self, data: torch.Tensor, begin: int = 0) -> torch.Tensor:
         """Its elements, in bytes of which the first is ``begin`` in the lane."""
-        return data[self.start - begin : self.stop - begin].view(dtype_of(self.segment.spec))
+        return data[self.start - begin : self.stop - begin].view(self.segment.spec.torch_dtype)
 
 
 class _Step(NamedTuple):
@@ -94,7 +93,7 @@ def kept_of(
     owned = expected.index
     named = [p for p in pieces if p.name in owned]
     for name, _, tensor in named:
-        if tensor is not None and tensor.dtype != dtype_of(spec := expected.by_name[name]):
+        if tensor is not None and tensor.dtype != (spec := expected.by_name[name]).torch_dtype:
             raise ManifestMismatchError(
                 f"{name}: the engine describes it as {spec.dtype}, but keeps {tensor.dtype}",
                 fix="correct specs() or pieces() of the weight sink",
@@ -143,7 +142,7 @@ class Places:
         """Whether the bytes that are sent of a part can be copied to where the engine has it."""
         return all(
             place is not None
-            and (place.device, place.dtype) == (device, dtype_of(part))
+            and (place.device, place.dtype) == (device, part.torch_dtype)
             and place.is_contiguous()
             for _, place in self.of_part.get(part.name, ())
         )
@@ -329,7 +328,7 @@ class ReceiverBuckets:
 def _elements(place: torch.Tensor | None, run: _Run) -> torch.Tensor:
     """The elements of a run, 1-D, where the engine has its part in one piece."""
     assert place is not None
-    count = (run.stop - run.start) // dtype_of(run.segment.spec).itemsize
+    count = (run.stop - run.start) // run.segment.spec.torch_dtype.itemsize
     return place.view(-1)[run.offset : run.offset + count]
 
 
@@ -506,7 +505,7 @@ class Loader:
                 box = box_of(spec) if piece is None else piece.box
                 if tensor is None or not spec.numel:  # compared by the sink, or nothing to compare
                     continue
-                if (tensor.shape, tensor.dtype) != (sizes_of(box), dtype_of(spec)):
+                if (tensor.shape, tensor.dtype) != (sizes_of(box), spec.torch_dtype):
                     wrong.add(name)
                     continue
                 for number in parts.of_box(parts.whole.index[parts.whole.root(name)], box):

@@ -8,7 +8,6 @@ import torch
 
 from rl_core.errors import CapabilityError
 from rl_core.interfaces.weights import Piece, WeightSink
-from rl_core.weights.data.manifest import dtype_of
 from rl_core.weights.data.parts import box_of, sizes_of
 from rl_core.weights.receiving.loading import check_apart
 
@@ -82,7 +81,7 @@ class StagedSink(WeightSink):
         try:
             for name, box, _ in self._pieces:
                 kept = self._memory.get((name, box))
-                wanted = (sizes_of(box), dtype_of(self._spec[name]), device)
+                wanted = (sizes_of(box), self._spec[name].torch_dtype, device)
                 if kept is None or (tuple(kept.shape), kept.dtype, kept.device) != wanted:
                     kept = torch.empty(wanted[0], dtype=wanted[1], device=device)
                     self._memory[name, box] = kept

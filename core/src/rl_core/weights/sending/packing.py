@@ -11,7 +11,6 @@ import torch
 
 from rl_core.errors import ManifestMismatchError
 from rl_core.weights.data.digests import Hasher
-from rl_core.weights.data.manifest import dtype_of
 from rl_core.weights.data.parts import Part, box_of, narrowed, sizes_of
 from rl_core.weights.data.runs import copy_run
 
@@ -61,7 +60,7 @@ class SenderBuckets:
 
     def _digests_of(self, segment: Segment) -> list[bytes]:
         """The digests of one segment's blocks, each of which is copied if it has strides."""
-        data, size, dtype = self.lane.data, self.plan.block_bytes, dtype_of(segment.spec)
+        data, size, dtype = self.lane.data, self.plan.block_bytes, segment.spec.torch_dtype
         if not segment.strides:
             return Hasher([data[segment.start : segment.stop]], self.block_hash, size).digests()
         part, found = segment.part_in(data), list[bytes]()
@@ -153,7 +152,7 @@ def sent_parts(
             if (index := parts.whole.index.get(piece.name)) is None:
                 continue
             spec, tensor = manifest.by_name[piece.name], piece.tensor
-            if tensor is not None and tensor.dtype != dtype_of(spec):
+            if tensor is not None and tensor.dtype != spec.torch_dtype:
                 raise ManifestMismatchError(
                     f"{spec.name}: a piece of the weight source is {tensor.dtype}, not "
                     f"{spec.dtype}",
@@ -195,7 +194,7 @@ def checked_tensors(
         for spec in specs:
             name, tensor = next(tensors, nothing)
             sound = name == spec.name and tensor.shape == spec.shape
-            if not sound or tensor.dtype != dtype_of(spec):
+            if not sound or tensor.dtype != spec.torch_dtype:
                 raise ManifestMismatchError(
                     f"the source yielded {name} {list(tensor.shape)} {tensor.dtype} where its "
                     f"specs declare {spec.name} {list(spec.shape)} {spec.dtype}",

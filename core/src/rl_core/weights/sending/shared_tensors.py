@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from rl_core.weights.data.manifest import dtype_of, numel
 from rl_core.weights.data.parts import KnownPieces
 from rl_core.weights.data.plan import ALIGN
 
@@ -51,7 +50,7 @@ class SharedTensors:
         owners: dict[int, str] = {}
         tensors: dict[tuple[str, Box], torch.Tensor] = {}
         for name, box, tensor in pieces:
-            if (spec := manifest.by_name.get(name)) is None or not numel(spec):
+            if (spec := manifest.by_name.get(name)) is None or not spec.numel:
                 continue
             if tensor is None:
                 return f"the weight source has no tensor {name} in memory"
@@ -66,7 +65,7 @@ class SharedTensors:
                 continue
             if tensor.device != device:
                 return f"{name} is on {tensor.device}, which engines cannot read"
-            if tensor.dtype != dtype_of(spec):
+            if tensor.dtype != spec.torch_dtype:
                 return f"{name} has another dtype than its spec declares"
             if not tensor.is_contiguous() or tensor.untyped_storage().nbytes() != tensor.nbytes:
                 return f"{name} is a view of a larger storage, or not contiguous"
