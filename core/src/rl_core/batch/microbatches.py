@@ -6,7 +6,6 @@ a packed sequence), for several shards in step.
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, NotRequired, TypeAlias, TypedDict
 
@@ -174,14 +173,9 @@ def plan_dynamic(
     tops: list[int] = widths[order].max(axis=1).tolist() if len(order) else []
     plans: list[list[Microbatch]] = [[] for _ in range(shards)]
     start = 0
-    while start < len(tops):
-        # Both factors grow with the end, so the last end within the bound is found by bisection.
-        stop = bisect_right(
-            range(len(tops)),
-            bound,
-            lo=start,
-            key=lambda end, first=start: (end + 1 - first) * scope.group_size * tops[end],  # type: ignore[misc]
-        )
+    for stop in range(1, len(tops) + 1):
+        if stop < len(tops) and (stop + 1 - start) * scope.group_size * tops[stop] <= bound:
+            continue  # the next row fits, too
         for shard in range(shards):
             rows = _expand(order[start:stop, shard], scope)
             plans[shard].append(Microbatch(rows, tops[stop - 1]))

@@ -7,7 +7,7 @@ plugin (:func:`providers`). L1 imports the small module that holds a manifest
 
 from __future__ import annotations
 
-import importlib
+import pkgutil
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
@@ -156,18 +156,15 @@ def load_object(reference: str, provider: Provider | None = None) -> Any:
         BrokenPluginError: The module cannot be imported or lacks the attribute; the original
             exception is the cause.
     """
-    module, _, attribute = reference.partition(":")
     try:
-        found = importlib.import_module(module)
-        for part in attribute.split(".") if attribute else ():
-            found = getattr(found, part)
-        return found
+        # Without a colon the module's own ImportError would become a lack of an attribute.
+        return pkgutil.resolve_name(reference if ":" in reference else f"{reference}:")
     except (Exception, SystemExit) as error:
         who = f"{provider}: " if provider else ""
         name = provider.distribution if provider else ""
         raise BrokenPluginError(
             f"{who}cannot load {reference!r}: {type(error).__name__}: {error}",
-            fix=f"reinstall {name}, or uninstall it" if name else f"make {module!r} importable",
+            fix=f"reinstall {name}, or uninstall it" if name else f"make {reference!r} importable",
             distribution=name,
             version=provider.version if provider else "",
             reference=reference,
