@@ -342,7 +342,7 @@ CALLS: dict[str, tuple[Any, type[Exception], str]] = {
         "write 'collective'",
     ),
     "an option of refit": (
-        lambda at: refit(at.p, at.g, timeout=5), ConfigError, "unknown option 'timeout'"
+        lambda at: refit(at.p, at.g, timeout=5), ConfigError, "unknown key 'timeout'"
     ),
     "a checkpoint below a file": (
         lambda at: at.p.save_checkpoint(f"{at.path}/config.json/ck"),
@@ -506,7 +506,7 @@ RUNS: dict[str, tuple[list[str], dict[str, str | bytes], str]] = {
     ),
     "a global batch": (["policy.train_global_batch_size=5"], {}, "set batch_size and grpo.updates"),
     "temperature 0": (["generation.temperature=0"], {}, "set 'do_sample' to False"),
-    "a mode of refits": (["refit.mode=fast"], {}, "use one of ('auto', 'direct', 'packed')"),
+    "a mode of refits": (["refit.mode=fast"], {}, "set 'mode' to 'auto', 'direct' or 'packed'"),
     "${HOME}": (["output=${HOME}/out"], {}, "${oc.env:NAME}"),
     "resume: true": (["checkpoint.resume=true"], {}, "'auto' or 'never'"),
     "a configuration in UTF-16": ([], {"run.yaml": RUN.encode("utf-16")}, "in the encoding UTF-8"),

@@ -8,6 +8,7 @@ keys checked by declaring them.
 from __future__ import annotations
 
 import enum
+import functools
 import operator
 import os
 import reprlib
@@ -229,8 +230,12 @@ class _Unknown:
         return [name for name in found if name.name == name.key] or list(first.values())[::-1]
 
 
+@functools.cache
 def _items(spec: type) -> dict[str, tuple[Any, bool]]:
-    """For each key of a TypedDict its type, without qualifiers, and whether it is required."""
+    """For each key of a TypedDict its type, without qualifiers, and whether it is required.
+
+    A dataclass will do, too: it requires no key.
+    """
     items = {}
     required_keys: frozenset[str] = getattr(spec, "__required_keys__", frozenset())
     try:

@@ -461,7 +461,7 @@ def test_who_comes_after_the_end_is_told(trainer: Ranks) -> None:
     with pytest.raises(ConfigError):
         first.send_weights(transport=1)
     [following] = others[0].send_weights(deadline_s=SOON)
-    with pytest.raises(RefitAborted, match=r"rank 0 of .*transport=1 is not valid"):
+    with pytest.raises(RefitAborted, match=r"rank 0 of .*'transport' must be str"):
         following.result(SOON)
     first.cancel_refit(2)
     with pytest.raises(RefitAborted, match="refit 2 was already requested or cancelled"):
@@ -536,7 +536,7 @@ def test_followers_do_nothing_where_rank_0_has_all(keep) -> None:
     assert rank.send_weights(deadline_s=1) == []
     assert rank.broadcast_weights_for_collective() == []
     assert rank.init_collective("127.0.0.1", 1, 3, train_world_size=2) == []
-    with pytest.raises(ConfigError, match="unknown option"):
+    with pytest.raises(ConfigError, match="unknown key"):
         rank.send_weights(deadline=1)
     rank.close_refits()
 

@@ -107,7 +107,7 @@ def test_a_refit_takes_its_options(engine, trainer):
     run = trainer(rl_trl.rollout(engine(), **how))
     run.train()
     assert max(logged(run, APART)) < 1e-4
-    with pytest.raises(ConfigError, match="unknown option 'verfy'"):
+    with pytest.raises(ConfigError, match="unknown key 'verfy'"):
         trainer(rl_trl.rollout(engine(), verfy="wire")).train()
 
 

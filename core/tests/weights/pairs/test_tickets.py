@@ -49,7 +49,7 @@ def test_keys_that_are_not_all_tensors_and_options_are_refused(pair):
     for wrong in (keys[1:], [*keys, "no.such"], []):
         with pytest.raises(ConfigError, match="keys must name all 9 tensors"):
             trainer.get_weights_ipc_handles(wrong)
-    with pytest.raises(ConfigError, match="unknown option"):
+    with pytest.raises(ConfigError, match="unknown key"):
         trainer.get_weights_ipc_handles(keys, no_such=1)
     assert trainer.sender.jobs == []
 

@@ -117,7 +117,7 @@ class RefitSender(Endpoint[SendJob | RankJob]):
         """Starts one refit. All ranks learn how it ends, also if it cannot begin."""
         with self.asking:
             self.check_open()
-            number = self.next_number(SendOptions(number=options.get("number")).number)
+            number = self.next_number(SendOptions.of({"number": options.get("number")}).number)
             try:
                 return self._send(SendOptions.of(options), number)
             except BaseException as error:
@@ -159,7 +159,7 @@ class RefitSender(Endpoint[SendJob | RankJob]):
         with self.asking:
             self.check_open()
             assert self.ranks is not None, "it is one of several ranks"
-            given = SendOptions(number=options.get("number")).number
+            given = SendOptions.of({"number": options.get("number")}).number
             number = self.number = self.next_number(given)
             chosen = SendOptions.of(options)
             try:
