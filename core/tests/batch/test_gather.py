@@ -77,7 +77,8 @@ def alone():
 PLAIN = st.recursive(
     st.none()
     | st.booleans()
-    | st.integers(-(2**63), 2**64 - 1)
+    | st.integers()
+    | st.just(2**70)
     | st.floats(allow_nan=False)
     | st.text()
     | st.binary(),
@@ -128,10 +129,6 @@ def test_tensors_inside_lists_keep_dtype_and_shape(alone, tensor):
 def test_a_value_that_cannot_travel_is_refused_with_its_key_and_type(alone, item):
     with pytest.raises(DataError, match=f"key 'bad': .* {type(item).__name__}"):
         BatchedDataDict({"bad": [[item]]}).all_gather()
-
-
-def test_an_integer_beyond_64_bits_keeps_its_value(alone):
-    assert BatchedDataDict({"big": [2**70, -(2**70)]}).all_gather()["big"] == [2**70, -(2**70)]
 
 
 def test_what_a_view_does_not_show_stays_where_it_is(alone, monkeypatch):

@@ -106,10 +106,6 @@ def test_first_fit_shuffle_depends_on_the_seed():
     )
 
 
-def test_concatenative_keeps_the_order():
-    assert pack([4, 1, 3, 2, 1, 3, 4, 5], 5, "concatenative") == [[0, 1], [2, 3], [4, 5], [6], [7]]
-
-
 @given(lengths=LENGTHS)
 def test_concatenative_gives_the_bins_of_the_naive_scan(lengths):
     bins: list[list[int]] = []

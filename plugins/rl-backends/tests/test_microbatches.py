@@ -96,11 +96,6 @@ def test_a_negative_length_is_named_by_its_row():
         )
 
 
-def test_a_misspelt_argument_is_refused():
-    with pytest.raises(ConfigError, match="max_tokens_per_microbatch"):
-        plan_microbatches(torch.tensor([1]), sequence_packing_args={"max_token_per_microbatch": 10})
-
-
 def test_rows_that_are_not_whole_groups_are_refused():
     with pytest.raises(DataError, match="number of rows, 3, is not a multiple of the group size 2"):
         plan_microbatches(torch.tensor([1, 1, 1]), micro_batch_size=2, group_size=2)

@@ -50,10 +50,7 @@ def test_specs_name_ties_roles_and_only_persistent_buffers():
 
 
 def test_everything_arrives_bit_for_bit_in_runs_of_five():
-    source, sink = (
-        source_of(Odd()),
-        sink_of(target := Odd()),
-    )
+    source, sink = source_of(Odd()), sink_of(target := Odd())
     before = {name: value.data_ptr() for name, value in target.named_parameters()}
     for spec in source.specs():
         if spec.alias_of is None:
@@ -70,10 +67,7 @@ def test_everything_arrives_bit_for_bit_in_runs_of_five():
 
 
 def test_floats_are_cast_to_the_models_dtype():
-    source, sink = (
-        source_of(Odd()),
-        sink_of(target := Odd().bfloat16()),
-    )
+    source, sink = source_of(Odd()), sink_of(target := Odd().bfloat16())
     (spec,) = (spec for spec in source.specs() if spec.name == "first")
     ((_, tensor),) = source.tensors(["first"])
     sink.write("first", 0, tensor.reshape(-1), of=spec)

@@ -260,12 +260,6 @@ def test_a_receiver_that_says_hello_and_no_more_is_named_at_the_deadline(pair):
     assert_refit(trainer, engine)
 
 
-def test_a_socket_is_where_no_other_user_can_go(pair):
-    trainer, _ = pair
-    directory = Path(endpoint(trainer).removeprefix("ipc://")).parent
-    assert directory.stat().st_mode & 0o777 == 0o700
-
-
 def test_an_endpoint_behind_which_something_else_listens_is_given_up_at_the_deadline(pair):
     trainer, engine = pair
     path = endpoint(trainer).removeprefix("ipc://") + "-else"

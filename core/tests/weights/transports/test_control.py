@@ -352,12 +352,6 @@ def test_a_receiver_removes_nothing_that_is_not_a_senders(temporary):
     assert (other / "socket").exists()
 
 
-@pytest.mark.parametrize("address", [{}, {"endpoint": 1}, {"endpoint": "tcp://127.0.0.1:1"}])
-def test_a_malformed_address_is_refused(address):
-    with pytest.raises(RefitProtocolError):
-        IPC.receiver(address)
-
-
 def test_an_option_is_refused_by_name():
     with pytest.raises(ConfigError, match="speed"):
         IPC.sender(speed=1)
@@ -386,18 +380,6 @@ def test_what_one_side_writes_the_other_reads_until_both_let_go(region):
         SharedRegion.attach(region.ref)
 
 
-def test_memory_is_attached_across_processes():
-    sender = IPC.sender()
-    with Remote(ReceivingProcess, "ipc", sender.address, "a") as remote:
-        lane = sender.lane(5000, CPU, ["a"])
-        remote.attach(lane.ref)
-        lane.data.fill_(9)
-        lane.publish(0, 5000)
-        remote.expect(0, 5000)
-        assert remote.take(0, 5000) == [9]
-    sender.close()
-
-
 def test_memory_that_is_dropped_is_given_back():
     def mapped() -> int:
         return Path("/proc/self/maps").read_text().count("rl-refit")
@@ -421,6 +403,7 @@ def test_memory_that_is_dropped_is_given_back():
         {"inode": 1},
         {"path": "/no/such/file"},
         {"path": "a\0b"},
+        {"path": 3},
         {"kind": "group"},
         {"more": 1},
     ],
@@ -433,7 +416,7 @@ def test_what_is_not_the_senders_memory_is_refused(region, change):
 
 def test_more_memory_than_the_host_has_is_an_error_and_leaves_nothing():
     before = len(os.listdir("/proc/self/fd"))
-    with pytest.raises(RefitError, match="bucket_bytes"):
+    with pytest.raises(RefitError, match=r"shared memory[^\0]*bucket_bytes"):
         SharedRegion.create(1 << 50)
     assert len(os.listdir("/proc/self/fd")) <= before
 

@@ -422,21 +422,6 @@ def test_what_was_read_stays_readable_after_the_lane_is_closed():
         assert part.eq(3).all()
 
 
-@pytest.mark.parametrize(
-    "change", [{"nbytes": 99}, {"inode": 1}, {"path": "/nothing/here"}, {"path": 3}, {"more": 1}]
-)
-def test_memory_that_is_not_what_was_announced_is_refused(change):
-    region = SharedRegion.create(100)
-    with pytest.raises(RefitProtocolError):
-        SharedRegion.attach({**region.ref, **change})
-    region.close()
-
-
-def test_more_memory_than_there_is_is_a_typed_error():
-    with pytest.raises(RefitError, match="shared memory"):
-        SharedRegion.create(1 << 60)
-
-
 def test_an_engine_that_cannot_map_the_memory_says_so_on_both_sides(pair, monkeypatch):
     trainer, engine = pair
     honest = os.open

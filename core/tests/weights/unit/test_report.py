@@ -99,20 +99,16 @@ def test_results_without_a_report_are_the_policys_fault():
     [
         ("verfy", "wire"),
         ("verify", "maybe"),
-        ("verify", True),
         ("isolation", "loose"),
         ("mode", "fast"),
         ("receivers", 0),
-        ("receivers", "2"),
         ("receivers", None),
         ("version", 0),
         ("version", 1.5),
         ("bucket_bytes", 63),
-        ("bucket_bytes", "1GB"),
         ("deadline_s", 0),
         ("deadline_s", float("nan")),
         ("deadline_s", float("inf")),
-        ("deadline_s", "10"),
     ],
 )
 def test_a_bad_option_is_refused_by_name(pair, option, value):
@@ -124,12 +120,6 @@ def test_a_bad_option_is_refused_by_name(pair, option, value):
 def test_what_compares_hashes_needs_some():
     with pytest.raises(ConfigError, match="compares hashes"):
         SendOptions.of({"verify": "none", "delta": True})
-
-
-def test_an_unknown_option_is_answered_with_those_that_there_are():
-    with pytest.raises(ConfigError) as caught:
-        SendOptions.of({"buckets": 3})
-    assert "bucket_bytes" in str(caught.value)
 
 
 def test_options_are_kept_as_they_were_given():
