@@ -7,8 +7,11 @@ The module that holds it imports only the standard library and ``rl_core``.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any, Literal, get_args
+
+from rl_core.config import check_config
+from rl_core.errors import ConfigError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -139,7 +142,7 @@ class BackendManifest:
         return tuple(self.factories)
 
 
-_CAPABILITIES: dict[str, tuple[str, ...]] = {
+_CAPABILITIES: dict[Kind, tuple[str, ...]] = {
     "generation": GENERATION_CAPABILITIES,
     "policy": POLICY_CAPABILITIES,
 }
@@ -161,13 +164,12 @@ def manifest_problems(manifest: BackendManifest, name: str) -> list[str]:
     """
     from packaging.version import InvalidVersion, Version
 
-    ill_typed = [
-        f"{part} is of type {type(getattr(manifest, part)).__name__}, not a mapping"
-        for part in ("factories", "configs", "capabilities", "environment")
-        if not isinstance(getattr(manifest, part), Mapping)
-    ]
-    if ill_typed:
-        return ill_typed
+    try:
+        for given in (manifest, manifest.engine):
+            values = {each.name: getattr(given, each.name) for each in fields(given)}
+            check_config(type(given), values, what=type(given).__name__)
+    except ConfigError as error:
+        return [error.message]
     problems = []
     if manifest.name != name:
         problems.append(f"its name is {manifest.name!r} but its entry point is {name!r}")
@@ -177,8 +179,6 @@ def manifest_problems(manifest: BackendManifest, name: str) -> list[str]:
         problems.append("factories is empty, so it offers nothing")
     for part in ("factories", "configs"):
         for kind, reference in getattr(manifest, part).items():
-            if kind not in _CAPABILITIES:
-                problems.append(f"{part} has the unknown kind {kind!r}")
             if not is_importable(reference) or ":" not in reference:
                 problems.append(f"{part}[{kind!r}] is {reference!r}, not 'module:attribute'")
     problems += [
@@ -187,38 +187,32 @@ def manifest_problems(manifest: BackendManifest, name: str) -> list[str]:
         if set(getattr(manifest, part)) != set(manifest.factories)
     ]
     for kind, capabilities in manifest.capabilities.items():
-        problems += _capability_problems(kind, capabilities, manifest)
+        problems += _capability_problems(kind, capabilities, {*manifest.devices})
     try:
         Version(manifest.contract)
-    except (InvalidVersion, TypeError):
+    except InvalidVersion:
         problems.append(f"contract is {manifest.contract!r}, not a version such as '1.0'")
-    if not all(isinstance(text, str) for item in manifest.environment.items() for text in item):
-        problems.append("environment must map strings to strings")
-    engine: Any = manifest.engine
-    if not isinstance(engine, EngineRequirement):
-        return [*problems, f"engine is {engine!r}, not an EngineRequirement"]
-    if not engine.distributions or not isinstance(engine.distributions, tuple):
-        problems.append("engine.distributions must be a tuple with at least one name")
-    if not _is_range(engine.versions):
+    if not manifest.engine.distributions:
+        problems.append("engine.distributions must have at least one name")
+    if not _is_range(manifest.engine.versions):
         problems.append(
-            f"engine.versions is {engine.versions!r}, not a PEP 440 range such as '>=1.0,<2'"
+            f"engine.versions is {manifest.engine.versions!r}, not a PEP 440 range such as "
+            "'>=1.0,<2'"
         )
     return problems
 
 
-def _capability_problems(kind: str, declared: Any, manifest: BackendManifest) -> Iterator[str]:
-    if not isinstance(declared, Mapping):
-        yield f"capabilities[{kind!r}] is not a mapping"
-        return
-    devices = set(manifest.devices)
-    known = set(_CAPABILITIES.get(kind, ()))
+def _capability_problems(
+    kind: Kind, declared: Mapping[str, Capability], devices: set[str]
+) -> Iterator[str]:
+    known = set(_CAPABILITIES[kind])
     if missing := sorted(known - set(declared)):
         yield f"capabilities[{kind!r}] does not declare {', '.join(missing)}"
     if unknown := sorted(set(declared) - known):
         yield f"capabilities[{kind!r}] declares the unknown {', '.join(unknown)}"
     for name, capability in declared.items():
-        if not isinstance(capability, Capability) or capability.level not in get_args(Level):
-            yield f"capability {name!r} is {capability!r}, not a Capability of a known level"
+        if capability.level not in get_args(Level):
+            yield f"capability {name!r} has the unknown level {capability.level!r}"
         elif capability.level == "versioned" and not _is_range(capability.engine):
             yield f"capability {name!r} names no engine range: {capability.engine!r}"
         elif not devices & set(capability.devices):
