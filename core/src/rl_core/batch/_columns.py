@@ -134,15 +134,12 @@ def permutation_inverse(indices: Sequence[int] | torch.Tensor, size: int) -> tor
         DataError: The indices are not a permutation of ``range(size)``.
     """
     places = index_of(indices, size)
-    rows = torch.full((size,), -1)
-    if len(places) == size:
-        rows[places] = torch.arange(size)
-    if bool((rows < 0).any()):
+    if sorted(places.tolist()) != list(range(size)):
         raise DataError(
             f"{len(places)} indices were given, which are not a permutation of 0 to {size - 1}",
             fix="give the index of every row exactly once",
         )
-    return rows
+    return places.argsort()
 
 
 def concatenate(key: str, parts: Sequence[Any], pad_value: float) -> Any:

@@ -43,8 +43,8 @@ if TYPE_CHECKING:
 _turns: weakref.WeakValueDictionary[int, EngineLock] = weakref.WeakValueDictionary()
 _finding_turns = threading.Lock()
 #: Engines that ``refit`` warned about: of their distribution, and of another trainer's weights.
-_told: weakref.WeakSet[Any] = weakref.WeakSet()
-_told_of_trainer: weakref.WeakSet[Any] = weakref.WeakSet()
+_warned_of_sampling: weakref.WeakSet[Any] = weakref.WeakSet()
+_warned_of_trainer: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 def refit(
@@ -133,8 +133,8 @@ def refit(
             chosen = SendOptions.of(options)
             continue
         hookspecs.emit("refit_committed", **report.as_dict())
-        if report.taken_over and receiver not in _told_of_trainer:
-            _told_of_trainer.add(receiver)
+        if report.taken_over and receiver not in _warned_of_trainer:
+            _warned_of_trainer.add(receiver)
             had = report.taken_over[0]
             warnings.warn(
                 f"{had['name']} had version {had['version']} of origin {had['origin']}: another "
@@ -264,10 +264,10 @@ def warn_of_sampling(policy: Any, generation: Any) -> None:
     Both are known wherever the two run: a backend on a cluster has its configuration here.
     """
     sampling = getattr(generation, "sampling", None)
-    if sampling is None or not hasattr(policy, "config") or generation in _told:
+    if sampling is None or not hasattr(policy, "config") or generation in _warned_of_sampling:
         return
     ours = float(policy.config.get("temperature", 1.0))
     if text := off_policy("the engine samples with", sampling.distribution, ours):
-        _told.add(generation)
+        _warned_of_sampling.add(generation)
         text += " Ignore rl_core.LoopWarning for an engine that is for evaluation alone."
         warnings.warn(text, LoopWarning, stacklevel=3)

@@ -58,7 +58,7 @@ def exclusively(
 
 
 class EngineLock:
-    """A lock that threads get in the order in which they asked for it.
+    """A lock that threads get in the order of their requests.
 
     Generation holds it while rows are decoded, a refit while it changes the weights. A thread that
     has it may take it again.

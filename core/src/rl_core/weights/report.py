@@ -70,9 +70,9 @@ class RefitReport:
         Raises:
             RefitProtocolError: The policy returned none.
         """
-        told = [result for result in results if isinstance(result, Mapping)]
-        taken = [{"name": r["name"], **r["replaced"]} for r in told if r.get("replaced")]
-        for result in told:
+        facts = [result for result in results if isinstance(result, Mapping)]
+        taken = [{"name": r["name"], **r["replaced"]} for r in facts if r.get("replaced")]
+        for result in facts:
             if "phases" in result:
                 return cls(**{**result, "attempts": attempts, "taken_over": taken})
         raise RefitProtocolError(

@@ -33,7 +33,7 @@ _BACKLOG = 1024
 _AT_ONCE = 1000
 #: What encryption adds to a frame, at most.
 _ENCRYPTION_BYTES = 64
-#: What tells a client that it lost its server. A refused connection is as good as a broken one,
+#: What shows a client that it lost its server. A refused connection is as good as a broken one,
 #: because a server's endpoint is known only once it listens.
 _LOST = zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED | zmq.EVENT_CONNECT_RETRIED
 #: Seconds for which a loss may be known before the socket knows its connection, and the pause
@@ -268,7 +268,7 @@ class ControlClient:
         end, losses = time.monotonic() + timeout_s, self._monitored.losses
         frame = _frame(self._monitored)
         while frame is None:
-            # What the monitor tells of the connection ends a wait, too.
+            # What the monitor reports of the connection ends a wait, too.
             self._monitored.wait(max(0.0, end - time.monotonic()))
             frame = _frame(self._monitored)
             if self._monitored.losses > losses or time.monotonic() >= end:
@@ -276,7 +276,7 @@ class ControlClient:
         return frame
 
     def send(self, frame: bytes) -> None:
-        """Sends a frame; dropped silently if the server is lost, which :meth:`lost` tells."""
+        """Sends a frame; dropped silently if the server is lost, which :meth:`lost` shows."""
         assert self._monitored is not None, "open() first"
         try:
             self._monitored.socket.send(frame, zmq.NOBLOCK)

@@ -27,7 +27,7 @@ _UNCOUNTED = b"/rl-refit-uncounted"  # no such counter exists; torch passes over
 
 
 class _Ref(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Where the memory is: what ``UntypedStorage._share_cuda_`` told, less its reference counter.
+    """Where the memory is: what ``UntypedStorage._share_cuda_`` gave, less its reference counter.
 
     ``handle`` is that of the whole segment of the allocator, ``offset`` the place in it.
     ``pid`` and ``key`` name the sender's region where both ends are in one process.
@@ -43,7 +43,7 @@ class _Ref(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class _Piece:
-    """Some bytes of a region, as torch, CuPy and Numba tell each other of them.
+    """Some bytes of a region, as torch, CuPy and Numba describe them to each other.
 
     A tensor made of it has a separate storage, so that saving it saves nothing else, and keeps
     the piece, which keeps the region's memory.
