@@ -9,6 +9,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext, suppress
+from dataclasses import asdict, replace
 from ipaddress import ip_address
 from typing import TYPE_CHECKING, Any
 
@@ -114,10 +115,9 @@ def refit(
                 if sender is not policy:
                     sender.rename = rename
                 if (left := end - time.monotonic()) < chosen.deadline_s - TICK_S:
-                    options["deadline_s"] = max(left, TICK_S)
-                    chosen = SendOptions.of(options)
+                    chosen = replace(chosen, deadline_s=max(left, TICK_S))
                 with within(chosen.deadline_s - least_s):  # for calls before the transfer begins
-                    report = _attempt(sender, receiver, chosen, options, address, attempt)
+                    report = _attempt(sender, receiver, chosen, address, attempt)
         except Exception as error:
             may_pass = isinstance(error, RefitError | DeadlineError)
             if isinstance(error, LifecycleError):  # the weights changed while they were sent
@@ -129,8 +129,7 @@ def refit(
             if not again:
                 raise
             attempt += 1
-            options["delta"] = chosen.verify != "none"
-            chosen = SendOptions.of(options)
+            chosen = replace(chosen, delta=chosen.verify != "none")
             continue
         hookspecs.emit("refit_committed", **report.as_dict())
         if report.taken_over and receiver not in _warned_of_trainer:
@@ -169,14 +168,13 @@ def _attempt(
     policy: ColocatablePolicyInterface,
     generation: GenerationInterface | None,
     chosen: SendOptions,
-    options: dict[str, Any],
     address: str | None,
     attempt: int,
 ) -> RefitReport:
     end = time.monotonic() + chosen.deadline_s
     info = policy.prepare_refit_info()
     if info is None and generation is None:  # another rank of the policy sends
-        results = wait(policy.send_weights(**options), chosen.deadline_s + DRIVER_GRACE_S)
+        results = wait(policy.send_weights(**asdict(chosen)), chosen.deadline_s + DRIVER_GRACE_S)
         return RefitReport.of(results, attempt)
     number = info.get("number") if info else None  # also where a side does not derive from ours
     try:
@@ -202,14 +200,13 @@ def _attempt(
             generation.prepare_refit_info(info)
             opening = [*opening, *generation.init_collective(*meeting)]
             wait(opening, chosen.deadline_s + DRIVER_GRACE_S)
-            options = {**options, "deadline_s": max(TICK_S, end - time.monotonic())}
-            chosen = SendOptions.of(options)
+            chosen = replace(chosen, deadline_s=max(TICK_S, end - time.monotonic()))
         else:
             generation.prepare_refit_info(info)
     except BaseException:  # its other ranks may wait already
         _cancel(policy, [], number)
         raise
-    sending = policy.send_weights(**{**options, "number": number})
+    sending = policy.send_weights(**asdict(replace(chosen, number=number)))
     receiving, results = list[Any](), list[Any]()
     failure: RLError | None = None
     try:
