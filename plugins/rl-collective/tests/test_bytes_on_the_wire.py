@@ -18,11 +18,11 @@ from simple_pair import SOON
 from torch._C import _distributed_c10d as c10d
 
 from rl_backends.refit_ranks import RefitRanks
+from rl_backends.tensors import NamedTensorSink, NamedTensorSource
 from rl_core.futures import spawn, wait
 from rl_core.interfaces import Box, Piece, TensorSpec
 from rl_core.weights import RefitReceiver, RefitSender
 from rl_core.weights.receiving import receiver as receiving
-from rl_core.weights.tensors import NamedTensorSink, NamedTensorSource
 
 pytestmark = pytest.mark.concerns("core/")
 

@@ -164,13 +164,13 @@ def test_a_part_comes_from_the_nearest_rank_and_then_from_the_least_loaded(model
                 targets.setdefault(rank, set()).add(host if near else "")
         assert len([rank for rank, to in targets.items() if "" in to]) <= 1  # all far ones share
         for rank, to in targets.items():
-            loads[rank] += nbytes(spec) * len(to)
+            loads[rank] += spec.nbytes * len(to)
             if len(able) > 1:
                 last[rank] = part
         if len(able) == 1 and not targets:
-            loads[able[0]] += nbytes(spec)
+            loads[able[0]] += spec.nbytes
     for rank, part in last.items() if len(names) == 1 else ():
-        size = nbytes(parts.manifest.owned[part])  # before this one, nobody had less who has it
+        size = parts.manifest.owned[part].nbytes  # before this one, nobody had less who has it
         assert all(loads[rank] - size <= loads[other] for other in ranks if has[other][part])
 
 
