@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from rl_core.weights.data.parts import LanePlaces
 from rl_core.weights.protocol.messages import (
     Abort,
     BucketReady,
@@ -28,8 +29,13 @@ if TYPE_CHECKING:
     from simulation.parties import Engine
 
 
-#: Other plans, parts that are left out, and other memory.
-LANES = [("", b"", {}), ("", b"\1", {"lane": 0}), ("", b"", {"lane": 10**6})]
+#: Other plans, parts that are left out, other memory, and places that are none.
+LANES = [
+    ("", b"", {}),
+    ("", b"\1", {"lane": 0}),
+    ("", b"", {"lane": 10**6}),
+    ("", b"", {"lane": 0}, b"", LanePlaces(b"\xff" * 8, ((0, (-1,)), (9, ())))),
+]
 
 
 def forgeries(message: msgspec.Struct) -> list[msgspec.Struct]:

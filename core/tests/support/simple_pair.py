@@ -5,6 +5,7 @@ from __future__ import annotations
 import concurrent.futures
 import threading
 import time
+from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -16,6 +17,9 @@ from rl_conformance import doubles
 from rl_conformance.doubles import Engines as Replicas
 from rl_core.interfaces import Piece, TensorSpec, WeightSink, WeightSource
 from rl_core.weights import RefitReport, refit
+from rl_core.weights.data.manifest import WeightManifest
+from rl_core.weights.data.parts import LanePlaces
+from rl_core.weights.data.plan import ALIGN
 from rl_core.weights.job import Runtime
 
 Tensors = dict[str, torch.Tensor]
@@ -38,6 +42,16 @@ def describe(tensors: Tensors, ties: Mapping[str, str] | None = None) -> list[Te
     ties = ties or {}
     replace = msgspec.structs.replace
     return [replace(spec, alias_of=ties.get(spec.name)) for spec in tensor_specs(tensors)]
+
+
+def in_order(manifest: WeightManifest) -> LanePlaces:
+    """Where whole tensors are in a lane in which they lie one after another."""
+    starts = array("q")
+    end = 0
+    for spec in manifest.owned:
+        starts.append(end)
+        end = -(-(end + spec.nbytes) // ALIGN) * ALIGN
+    return LanePlaces(starts.tobytes())
 
 
 class DictSource(WeightSource):

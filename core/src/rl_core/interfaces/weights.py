@@ -135,9 +135,10 @@ class WeightSource(ABC):
     def pieces(self) -> Sequence[Piece] | None:
         """What this process has of each tensor, if that keeps its storage from refit to refit.
 
-        With whole tensors a refit can be ``direct``: core moves their storage, once, to memory
-        that engines read (it assigns ``tensor.data``; code that holds the tensor object sees no
-        difference). Tensors that are cut are sent by pieces alone, without :meth:`tensors`.
+        With tensors a refit can be ``direct``: core moves their storages, once, to memory that
+        engines read (it assigns ``tensor.data``; code that holds the tensor object sees no
+        difference), if it knows all tensors that use them: those of pieces, what these are views
+        of, and :meth:`memory_users`. What is cut is sent by pieces alone, without :meth:`tensors`.
 
         Returns:
             Pieces on one device. Those of all ranks cover every tensor that is not an alias; ranks
@@ -146,6 +147,13 @@ class WeightSource(ABC):
             and made during the refit: :meth:`tensors` yields just its elements.
         """
         return None
+
+    def memory_users(self) -> Sequence[torch.Tensor]:
+        """Further tensors that use the memory of pieces, such as parameters with views as pieces.
+
+        A refit is not direct, and says so, if a piece shares memory with a tensor that is not here.
+        """
+        return ()
 
     @abstractmethod
     def confirm(self) -> None:

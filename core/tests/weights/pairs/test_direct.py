@@ -337,20 +337,19 @@ def test_memory_of_a_gpu_that_cannot_be_shared_goes_through_that_of_the_cpu(gpu,
 # -- tensors that cannot be moved -----------------------------------------------------------------
 
 
+def seen_twice(memory: bytearray) -> list[torch.Tensor]:
+    return [torch.frombuffer(memory, dtype=torch.float32) for _ in range(2)]
+
+
 def obstacles() -> dict[str, tuple[Callable[[Tensors], object], str]]:
     return {
-        "a view": (lambda t: t.update(w=torch.randn(40)[:30]), "w is a view of a larger storage"),
-        "not contiguous": (
-            lambda t: t.update(m=torch.randn(5, 6).t()),
-            "m is a view of a larger storage",
+        "negated when it is read": (
+            lambda t: t.update(w=torch._neg_view(t["w"])),
+            "w is computed from what is in memory",
         ),
-        "tied by another object": (
-            lambda t: t.update(tied=t["v"][:]),
-            "tied and v are two tensor objects of one memory",
-        ),
-        "tied in secret": (
-            lambda t: t.update(w=t["o"]),
-            "w shares memory with o, but is not declared",
+        "another storage of the same memory": (
+            lambda t: t.update(zip("ow", seen_twice(bytearray(120)), strict=True)),
+            "(o and w|w and o) are two storages of one memory",
         ),
         "another dtype": (lambda t: t.update(w=t["w"].double()), "w has another dtype"),
         "another device": (lambda t: t.update(w=t["w"].to("meta")), "w is on meta"),
@@ -410,6 +409,60 @@ def test_direct_says_what_cannot_be_moved(keep, obstacle):
     assert caught.value.details["key"] == "mode"
     engine.idle().receiver.check()
     assert engine.sink.calls == []
+
+
+def views() -> dict[str, tuple[Tensors, dict[str, str]]]:
+    """Tensors that share storages, and their ties."""
+    flat, square, padded = torch.randn(60), torch.randn(12, 12), torch.randn(8, 8)
+    bits = torch.randn(16)
+    v = torch.randn(7)
+    return {
+        "of a larger storage": ({"w": flat[:30], "v": flat[40:]}, {}),
+        "that overlap": ({"w": flat[:30], "v": flat[20:]}, {}),
+        "of one memory": ({"w": flat, "v": flat.view(6, 10)}, {}),
+        "transposed": ({"w": square.t(), "v": torch.randn(3, 4, 5).permute(2, 0, 1)}, {}),
+        "that interleave": ({"w": square[::2], "v": square[1::2, 3:]}, {}),
+        "without a padding": ({"w": padded[:7]}, {}),
+        "expanded": ({"w": torch.randn(4, 1).expand(4, 5)}, {}),
+        "of other dtypes": ({"w": bits, "v": bits.view(torch.int16)[3:9]}, {}),
+        "tied by another object": ({"v": v, "tied": v[:]}, {"tied": "v"}),
+    }
+
+
+@pytest.mark.parametrize("verify", ["none", "wire", "installed"])
+@pytest.mark.parametrize("kind", views())
+def test_views_are_moved_with_all_that_they_share_their_memory_with(keep, kind, verify):
+    tensors, ties = views()[kind]
+    trainer = keep(Trainer(tensors, ties, at_home=True))
+    engine = keep(Engine(blank(tensors), ties, kind=InPlaceSink))
+    engine.sink.tensor.update({name: engine.sink.tensor[of] for name, of in ties.items()})
+    report = go(trainer, engine, mode="direct", verify=verify, bucket_bytes=128)
+    assert (report.extra_memory_bytes, same(tensors, engine.sink.tensor)) == (0, True)
+    first = next(iter(tensors.values()))
+    memory = first if first._base is None else first._base
+    places = [tensor.data_ptr() for tensor in tensors.values()]
+    with torch.no_grad():
+        memory.add_(1)  # what they are views of was moved as well
+    assert go(trainer, engine, mode="direct", verify=verify, bucket_bytes=128).mode == "direct"
+    assert same(tensors, engine.sink.tensor)
+    assert [tensor.data_ptr() for tensor in tensors.values()] == places
+
+
+def test_users_of_memory_that_the_source_names_are_moved_with_its_pieces(keep):
+    parameter = torch.nn.Parameter(torch.randn(5, 6))
+    tensors = {"w": parameter.detach()[:3], "v": parameter.detach()[3:, 1:]}
+    trainer = keep(Trainer(tensors, at_home=True))
+    engine = keep(Engine(blank(tensors)))
+    report = go(trainer, engine)
+    assert "w shares memory with a tensor outside of the weight source" in str(report.fallback)
+    trainer.source.memory_users = lambda: [parameter]
+    for _ in range(2):
+        assert go(trainer, engine, mode="direct").fallback is None
+        assert same(tensors, engine.sink.tensor)
+        with torch.no_grad():
+            parameter.add_(1)
+        assert torch.equal(tensors["w"], parameter[:3])
+    assert parameter.untyped_storage().data_ptr() == tensors["v"].untyped_storage().data_ptr()
 
 
 def test_empty_tensors_are_no_obstacle(keep):

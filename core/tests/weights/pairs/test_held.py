@@ -24,6 +24,7 @@ from simple_pair import (
     describe,
     fails,
     go,
+    in_order,
     make_persistent,
     make_tensors,
     same,
@@ -96,6 +97,7 @@ class Rig:
             DataMode.DIRECT if direct else DataMode.PACKED,
             skip=bytes(i not in left for i in range(len(self.manifest.owned))),
             block=self.block_hash.block,
+            places=in_order(self.manifest),
         )
         lane = NoLane()
         lane.data = torch.zeros(plan.lane_bytes, dtype=torch.uint8)

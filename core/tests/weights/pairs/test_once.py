@@ -464,14 +464,14 @@ def test_the_release_is_read_from_disk_once(both, monkeypatch):
 def test_an_error_that_is_kept_keeps_no_buffers(both):
     trainer, engine = both
     lanes: list[weakref.ref[Any]] = []
-    lane_of = trainer.sender.kept._lane
+    lane_of = trainer.sender.kept.lane
 
     def remember(*arguments: Any) -> Any:
         lane = lane_of(*arguments)
         lanes.append(weakref.ref(lane.data))
         return lane
 
-    trainer.sender.kept._lane = remember
+    trainer.sender.kept.lane = remember
     trainer.source.on["confirm"] = lambda: 1 / 0
     with pytest.raises(RefitError) as kept:
         go(trainer, engine, mode="packed")
@@ -485,13 +485,13 @@ def test_buffers_that_an_engine_may_still_read_are_not_used_again(both):
     """It was paused, heard nothing of the failure, and will read on."""
     trainer, engine = both
     told: list[Any] = []
-    lane_of = trainer.sender.kept._lane
+    lane_of = trainer.sender.kept.lane
 
     def remember(*arguments: Any) -> Any:
         told.append(dict(lane_of(*arguments).ref))
         return lane_of(*arguments)
 
-    trainer.sender.kept._lane = remember
+    trainer.sender.kept.lane = remember
     go(trainer, engine, mode="packed")
     go(trainer, engine, mode="packed")
     assert told[0] == told[1]

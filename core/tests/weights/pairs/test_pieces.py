@@ -183,7 +183,7 @@ def test_a_trainer_sends_tensors_that_it_has_in_pieces(keep):
         given.append(Piece(name, ((half, len(tensor)), *inner), tensor[half:]))
     trainer.source.pieces = lambda: given
     report = go(trainer, Replicas(*parts), verify="installed")
-    assert report.mode == "packed"
+    assert report.mode == "direct"
     assert all(right(trainer, engine) for engine in parts)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from itertools import pairwise, product
 from typing import Any
@@ -15,6 +16,7 @@ from rl_core.errors import ManifestMismatchError, RefitProtocolError
 from rl_core.interfaces import Box, Piece, TensorSpec
 from rl_core.weights.data.manifest import WeightManifest
 from rl_core.weights.data.parts import (
+    LanePlaces,
     Partition,
     box_of,
     check_layout,
@@ -183,21 +185,27 @@ def test_a_tensor_that_nobody_cuts_is_its_only_part(model):
 
 @given(models(), st.integers(ALIGN, 300), st.data())
 def test_a_plan_finds_every_part_in_a_direct_lane(model, bucket_bytes, data):
-    """The lane has the pieces of a process, one after another; parts are strided views of them."""
+    """Parts are views of pieces, which are views of what has room in the lane for more."""
     manifest, layouts = model
     parts = Partition.of(manifest, layouts)
     layout = data.draw(st.sampled_from(layouts))
     here = parts.mask(layout)
     skip = bytes(1 - has for has in here)
-    plan = make_plan(parts, bucket_bytes, DataMode.DIRECT, skip=skip, layout=layout)
-    lane = torch.zeros(max(plan.lane_bytes, 1), dtype=torch.uint8)
-    whole, start = {}, 0
+    lane = torch.zeros(1 << 20, dtype=torch.uint8)
+    whole, pieces, start = {}, [], 0
     for index, spec in enumerate(manifest.owned):
         whole[spec.name] = torch.arange(spec.numel).to(spec.torch_dtype).view(spec.shape)
         for box in layout.get(index, [box_of(spec)]):
-            piece = whole[spec.name][tuple(slice(*ends) for ends in box)].contiguous()
-            lane[start : start + piece.nbytes] = piece.reshape(-1).view(torch.uint8)
-            start = -(-(start + piece.nbytes) // ALIGN) * ALIGN
+            values = whole[spec.name][tuple(slice(*ends) for ends in box)]
+            order = data.draw(st.permutations(range(values.dim())))
+            sizes = [values.shape[dim] for dim in order] + [data.draw(st.integers(1, 2))]
+            room = lane[start : start + math.prod(sizes) * values.itemsize].view(values.dtype)
+            home = room.view(sizes)[..., 0].permute([order.index(dim) for dim in range(len(order))])
+            pieces.append(Piece(spec.name, box, home.copy_(values)))
+            start = -(-(start + room.nbytes) // ALIGN) * ALIGN
+    places = LanePlaces.of(parts, pieces, lane.data_ptr())
+    plan = make_plan(parts, bucket_bytes, DataMode.DIRECT, skip=skip, places=places)
+    assert plan.lane_bytes <= start
     seen: dict[int, list[Any]] = {}
     for segment in (s for bucket in plan.buckets for s in bucket.segments):
         run = segment.part_in(lane).reshape(-1) if segment.strides else segment.of(lane)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from array import array
 from contextlib import closing
 from itertools import pairwise
 from typing import Any
@@ -12,9 +13,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
-from simple_pair import DictSource
+from simple_pair import DictSource, in_order
 
-from rl_core.errors import ConfigError
+from rl_core.errors import ConfigError, RefitProtocolError
 from rl_core.interfaces import TensorSpec
 from rl_core.weights.connections import Connection
 from rl_core.weights.data.digests import (
@@ -25,7 +26,7 @@ from rl_core.weights.data.digests import (
     TensorHasher,
 )
 from rl_core.weights.data.manifest import WeightManifest
-from rl_core.weights.data.parts import Partition
+from rl_core.weights.data.parts import LanePlaces, Partition
 from rl_core.weights.data.plan import (
     ALIGN,
     DataMode,
@@ -52,8 +53,8 @@ def manifest(*specs: TensorSpec) -> WeightManifest:
 
 
 def plan_of(model: WeightManifest, *args: Any, **options: Any) -> TransferPlan:
-    """The plan of whole tensors."""
-    return make_plan(Partition(model), *args, **options)
+    """The plan of whole tensors, which in a direct lane lie one after another."""
+    return make_plan(Partition(model), *args, places=in_order(model), **options)
 
 
 def named(shapes: list[tuple[tuple[int, ...], str]]) -> WeightManifest:
@@ -151,17 +152,52 @@ def test_only_what_does_not_fit_any_more_begins_a_bucket(model, bucket_bytes):
 
 
 @given(LARGE_MANIFESTS, st.data())
-def test_a_direct_place_depends_on_the_model_alone(model, data):
+def test_a_direct_segment_is_where_the_trainer_has_its_tensor(model, data):
     skip = bytes(data.draw(st.booleans()) for _ in model.owned)
     bucket_bytes = data.draw(st.integers(ALIGN, 2 * BLOCK).filter(lambda n: n > BLOCK // 64))
-    plan = plan_of(model, bucket_bytes, DIRECT, skip=skip)
-    starts = [0]
-    for spec in model.owned:
-        starts.append(-(-(starts[-1] + spec.nbytes) // ALIGN) * ALIGN)
-    assert plan.lane_bytes == starts[-1]
+    starts = [16 * data.draw(st.integers(0, 1 << 20)) for _ in model.owned]
+    places = LanePlaces(array("q", starts).tobytes())
+    plan = make_plan(Partition(model), bucket_bytes, DIRECT, skip=skip, places=places)
+    sent = zip(model.owned, starts, skip, strict=True)
+    ends = [start + spec.nbytes for spec, start, left in sent if not left and spec.nbytes]
+    assert plan.lane_bytes == max(ends, default=0)
     for segment in segments(plan):
         begin = starts[segment.tensor] + segment.offset * segment.spec.torch_dtype.itemsize
         assert segment.start == begin
+
+
+def two_places(*starts: int, strides: tuple[tuple[int, tuple[int, ...]], ...] = ()) -> LanePlaces:
+    return LanePlaces(array("q", starts).tobytes(), strides)
+
+
+@pytest.mark.parametrize(
+    "places",
+    [
+        LanePlaces(),
+        two_places(0),
+        LanePlaces(bytes(15)),
+        two_places(0, 48, 96),
+        two_places(0, -1),
+        two_places(0, -48),
+        two_places(0, 50),  # not a place of float32
+        two_places(0, 48, strides=((1, (3,)),)),
+        two_places(0, 48, strides=((1, (3, 1, 1)),)),
+        two_places(0, 48, strides=((1, (3, -1)),)),
+        two_places(0, 48, strides=((1, (1 << 63, 1)),)),
+    ],
+)
+def test_places_that_are_not_those_of_the_parts_are_refused(places):
+    """A receiver takes them from a message."""
+    model = manifest(W, replace(W, name="v"))
+    with pytest.raises(RefitProtocolError, match="has no place there"):
+        make_plan(Partition(model), 1024, DIRECT, places=places)
+
+
+def test_the_lane_of_a_plan_holds_the_last_element_of_a_part_with_strides():
+    places = two_places(-1, 8, strides=((1, (1 << 40, 1)), (9, (1,))))
+    plan = make_plan(Partition(manifest(W, replace(W, name="v"))), 1024, DIRECT,
+                     skip=b"\1\0", places=places)  # fmt: skip
+    assert plan.lane_bytes == 8 + 4 * (3 * (1 << 40) + 3)
 
 
 @given(LARGE_MANIFESTS, st.integers(BLOCK, 4 * BLOCK), st.booleans())
@@ -223,13 +259,14 @@ def test_a_sender_that_remembers_never_gives_another_plan(asked):
     ]
     end, sender = IPC.sender(), RefitSender(lambda: DictSource({}), name="trainer")
     line = Connection(end)
-    where = {"block_hash": HASH, "device": CPU, "receivers": [], "layout": {}}
+    where = {"block_hash": HASH, "device": CPU, "receivers": []}
     with closing(end), closing(sender):
         for which, bucket_bytes, direct, skip in asked:
             mode, way = DIRECT if direct else PACKED, {"skip": skip}
             parts = Partition(models[which])
-            buckets = sender.kept.buckets(line, parts, bucket_bytes, mode, **way, **where)
             fresh = plan_of(models[which], bucket_bytes, mode, **way)
+            way["places"] = in_order(models[which])
+            buckets = sender.kept.buckets(line, parts, bucket_bytes, mode, **way, **where)
             assert (buckets.plan, buckets.plan.digest) == (fresh, fresh.digest)
             assert sender.kept.buckets(line, parts, bucket_bytes, mode, **way, **where) is buckets
 

@@ -88,10 +88,6 @@ class _NamedTensors:
         """The tensors as :func:`tensor_specs` describes them."""
         return tensor_specs(self.tensors_by_name)
 
-    def _if_contiguous(self) -> Sequence[Piece] | None:
-        tensors = self.tensors_by_name
-        return whole_pieces(tensors) if all(t.is_contiguous() for t in tensors.values()) else None
-
 
 class NamedTensorSource(_NamedTensors, WeightSource):
     """Tensors of this process as they are now, without copies; engines may read them in place.
@@ -108,7 +104,7 @@ class NamedTensorSource(_NamedTensors, WeightSource):
 
     def pieces(self) -> Sequence[Piece] | None:
         """See :meth:`WeightSource.pieces`."""
-        return self._if_contiguous()
+        return whole_pieces(self.tensors_by_name)
 
     def confirm(self) -> None:
         """Tensors do not know of their changes; :class:`PolicyBackend` counts them."""
@@ -150,7 +146,8 @@ class NamedTensorSink(_NamedTensors, WeightSink):
 
     def pieces(self) -> Sequence[Piece] | None:
         """See :meth:`WeightSink.pieces`."""
-        return self._if_contiguous()
+        tensors = self.tensors_by_name
+        return whole_pieces(tensors) if all(t.is_contiguous() for t in tensors.values()) else None
 
     def read(self, names: Iterable[str]) -> Iterator[tuple[str, torch.Tensor]]:
         """See :meth:`WeightSink.read`."""

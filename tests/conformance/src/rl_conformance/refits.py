@@ -103,10 +103,12 @@ def attempt(policy: Any, generation: Any, **options: Any) -> BaseException | Non
 def modes_of(policy: ColocatablePolicyInterface) -> list[str]:
     """The modes in which the policy's tensors can be sent."""
     source: Any = getattr(policy, "weight_source", None)
-    pieces = source().pieces() if source is not None else None
-    # What shares its storage with other tensors stays where it is.
-    in_place = pieces is not None and all(
-        piece.tensor.untyped_storage().nbytes() == piece.tensor.nbytes for piece in pieces
+    given = source() if source is not None else None
+    pieces = given.pieces() if given is not None else None
+    # What shares its storage with tensors that the source does not name stays where it is.
+    in_place = pieces is not None and (
+        bool(given.memory_users())
+        or all(piece.tensor.untyped_storage().nbytes() == piece.tensor.nbytes for piece in pieces)
     )
     return [mode for mode in MODES if mode != "direct" or in_place]
 

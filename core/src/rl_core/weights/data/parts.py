@@ -7,13 +7,16 @@ that nobody cuts is its only part, so that a refit between whole models has no o
 from __future__ import annotations
 
 import math
+from array import array
 from bisect import bisect_left
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache, reduce
 from itertools import pairwise, product
 from operator import and_, or_
-from typing import TYPE_CHECKING, Self, TypeAlias
+from typing import TYPE_CHECKING, Any, Self, TypeAlias
+
+import msgspec
 
 from rl_core.errors import ManifestMismatchError, RefitProtocolError
 from rl_core.interfaces.weights import Box, TensorSpec, whole_box
@@ -28,12 +31,14 @@ if TYPE_CHECKING:
 
 __all__ = [
     "KnownPieces",
+    "LanePlaces",
     "Layout",
     "Part",
     "Partition",
     "box_of",
     "check_layout",
     "layout_of",
+    "lying",
     "narrowed",
     "readers_of",
     "runs_in",
@@ -81,24 +86,6 @@ def narrowed(tensor: torch.Tensor, box: Box, part: TensorSpec) -> torch.Tensor:
     return tensor[tuple(slice(n, n + size) for n, size in zip(at, part.shape, strict=True))]
 
 
-def place_in(
-    sizes: Sequence[int], start: Sequence[int], part: TensorSpec
-) -> tuple[int, tuple[int, ...]]:
-    """Where a part is in a contiguous tensor: index of its first element there, and strides.
-
-    Args:
-        sizes: Of that tensor.
-        start: Its own first index in each dimension of the whole tensor.
-        part: Some of its elements.
-    """
-    strides, step, first = [0] * len(sizes), 1, 0
-    for dim in reversed(range(len(sizes))):
-        strides[dim] = step
-        first += (box_of(part)[dim][0] - start[dim]) * step
-        step *= sizes[dim]
-    return first, tuple(strides)
-
-
 def runs_in(
     shape: Sequence[int], part: TensorSpec, offset: int, count: int
 ) -> Iterator[tuple[int, slice]]:
@@ -107,7 +94,8 @@ def runs_in(
     Yields:
         The index of each stretch of them there, and which of the run's elements these are.
     """
-    first, strides = place_in(shape, (0,) * len(shape), part)
+    strides = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
+    first = sum(start * stride for (start, _), stride in zip(box_of(part), strides, strict=True))
     width, dim = 1, len(shape)
     while dim and (dim == len(shape) or part.shape[dim] == shape[dim]):
         dim -= 1
@@ -179,18 +167,24 @@ def layout_of(
     return {n: found.get(n, []) for n in range(len(whole)) if n in found or not entire[n]}
 
 
+def lying(pieces: Iterable[Piece]) -> list[Any]:
+    """The pieces, and where and as they lie, without holding their tensors."""
+    return [
+        (name, box, None if t is None else (t.data_ptr(), t.stride(), t.dtype))
+        for name, box, t in pieces
+    ]
+
+
 class KnownPieces:
     """Pieces that were looked at, to see at the next refit whether its own are the same."""
 
     def __init__(self, pieces: Sequence[Piece]) -> None:
-        self._pieces = tuple(pieces)
-        self._addresses = [None if t is None else (t.data_ptr(), t.stride()) for _, _, t in pieces]
+        self._tensors, self._lying = [piece.tensor for piece in pieces], lying(pieces)
 
     def are(self, pieces: Sequence[Piece]) -> bool:
         """Whether these are the same tensors, where and as they lay, for the same boxes."""
-        return KnownPieces(pieces)._addresses == self._addresses and all(
-            one is other or (one.tensor is other.tensor and one[:2] == other[:2])
-            for one, other in zip(pieces, self._pieces, strict=True)
+        return self._lying == lying(pieces) and all(
+            one is piece.tensor for one, piece in zip(self._tensors, pieces, strict=True)
         )
 
 
@@ -445,26 +439,61 @@ class Partition:
                 return False
         return True
 
-    def places(self, layout: Layout, align: int) -> tuple[list[tuple[int, tuple[int, ...]]], int]:
-        """Where each part is if the pieces of a process lie one after another.
 
-        Args:
-            layout: Its pieces.
-            align: Bytes to which each piece is aligned.
+class LanePlaces(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Where the parts are in a direct lane, which is the memory of one host.
 
-        Returns:
-            The first byte and the strides in elements of each part (-1 and none if it is not
-            there), and the end of them all.
+    Attributes:
+        starts: The first byte of each part, 8 bytes each in the host's order; -1 for those that are
+            not there.
+        strides: In elements, by index, of parts that do not lie in one piece.
+    """
+
+    starts: bytes = b""
+    strides: tuple[tuple[int, tuple[int, ...]], ...] = ()
+
+    @classmethod
+    def of(cls, parts: Partition, pieces: Iterable[Piece], base: int) -> Self:
+        """Those of pieces that lie in a lane with this address."""
+        starts = array("q", [-1]) * len(parts.manifest.owned)
+        strides: dict[int, tuple[int, ...]] = {}
+        for name, box, tensor in pieces:
+            if (index := parts.whole.index.get(name)) is None or tensor is None:
+                continue
+            for part in parts.of_box(index, box):
+                view = narrowed(tensor, box, parts.manifest.owned[part])
+                starts[part] = view.data_ptr() - base
+                strides.pop(part, None)
+                if not view.is_contiguous():
+                    strides[part] = view.stride()
+        return cls(starts.tobytes(), tuple(strides.items()))
+
+    def find(
+        self, parts: Partition, sent: Iterable[int]
+    ) -> tuple[dict[int, tuple[int, tuple[int, ...]]], int]:
+        """First byte and strides of each part that is sent, and the end of them all.
+
+        Raises:
+            RefitProtocolError: A part is not in a lane of that size.
         """
-        found: list[tuple[int, tuple[int, ...]]] = [(-1, ())] * len(self.manifest.owned)
-        position = 0
-        for index, spec in enumerate(self.whole.owned):
-            itemsize = spec.torch_dtype.itemsize
-            for box in layout.get(index, [box_of(spec)]):
-                for part in self.of_box(index, box):
-                    start = [first for first, _ in box]
-                    first, strides = place_in(sizes_of(box), start, self.manifest.owned[part])
-                    found[part] = position + first * itemsize, strides
-                count = math.prod(sizes_of(box))
-                position = -(-(position + count * itemsize) // align) * align
-        return found, position
+        owned, strides, end = parts.manifest.owned, dict(self.strides), 0
+        known = len(self.starts) == 8 * len(owned)
+        starts = memoryview(self.starts).cast("q") if known else [-1] * len(owned)
+        found: dict[int, tuple[int, tuple[int, ...]]] = {}
+        for part in sent:
+            spec, start, steps = owned[part], starts[part], strides.get(part, ())
+            if not spec.numel:
+                continue
+            itemsize, last = spec.torch_dtype.itemsize, spec.numel - 1
+            fits = start >= 0 and start % itemsize == 0
+            if steps:
+                fits &= len(steps) == len(spec.shape) and 0 <= min(steps) <= max(steps) < 1 << 48
+                last = sum((size - 1) * step for size, step in zip(spec.shape, steps, strict=fits))
+            if not fits:
+                raise RefitProtocolError(
+                    f"{spec.name} is sent through the trainer's memory, but has no place there",
+                    phase="PREPARE",
+                )
+            found[part] = start, steps
+            end = max(end, start + (last + 1) * itemsize)
+        return found, end

@@ -16,6 +16,7 @@ import msgspec
 import xxhash
 
 from rl_core.errors import ConfigError
+from rl_core.weights.data.parts import LanePlaces
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
 
     from rl_core.interfaces.weights import TensorSpec
     from rl_core.weights.data.manifest import WeightManifest
-    from rl_core.weights.data.parts import Layout, Partition
+    from rl_core.weights.data.parts import Partition
 
 __all__ = [
     "ALIGN",
@@ -52,6 +53,7 @@ _ANNOUNCED = 3
 BY_ALL = 2
 #: First byte, and that after the last, of stretches of a lane.
 Runs: TypeAlias = "list[tuple[int, int]]"
+_NOWHERE = LanePlaces()
 #: Buckets that a plan may have: making one with more takes longer than a second.
 MAX_BUCKETS = 1 << 16
 
@@ -60,7 +62,7 @@ class DataMode(enum.StrEnum):
     """How buckets share the lane.
 
     Attributes:
-        DIRECT: Every tensor has one place, which is where the trainer keeps it.
+        DIRECT: Every part has one place, which is where the trainer keeps it.
         PACKED: Buckets take turns in two slots.
     """
 
@@ -202,7 +204,7 @@ def make_plan(
     *,
     skip: bytes = b"",
     block: int = BLOCK,
-    layout: Layout = {},  # noqa: B006 - nothing changes it
+    places: LanePlaces = _NOWHERE,
 ) -> TransferPlan:
     """Fills buckets in the manifest's order.
 
@@ -215,7 +217,11 @@ def make_plan(
         mode: How the buckets share the lane.
         skip: A byte for each part, 1 for those that are not sent; empty if all are.
         block: Most bytes under one digest.
-        layout: The pieces that lie in a direct lane, one after another.
+        places: Where the parts are in a direct lane.
+
+    Raises:
+        ConfigError: Buckets of that size would be too many.
+        RefitProtocolError: A part that is sent is not in the direct lane.
     """
     manifest = parts.manifest
     size = bucket_bytes // ALIGN * ALIGN
@@ -232,7 +238,7 @@ def make_plan(
     filled = _fill(manifest, sent, size, size // block * block)
     if mode is DataMode.DIRECT:
         window = _ANNOUNCED
-        own, lane = parts.places(layout, ALIGN)
+        own, lane = places.find(parts, sent)
         moved = [[_at(s, *own[s.tensor]) for s in bucket] for bucket in filled]
     else:
         window = max(1, min(SLOTS, len(filled)))
@@ -269,18 +275,13 @@ def _fill(
     return buckets
 
 
-def _at(segment: Segment, start: int, strides: tuple[int, ...] = ()) -> Segment:
-    """A segment at another place, or where its part begins in a direct lane, with its strides."""
+def _at(segment: Segment, start: int, strides: tuple[int, ...] | None = None) -> Segment:
+    """A segment at another place, or, with strides, where its part begins in a direct lane."""
     tensor, spec, offset, elements, begin, stop, last, _ = segment
-    step = 1
-    for size, stride in zip(reversed(spec.shape), reversed(strides), strict=False):
-        if size != 1 and stride != step:
-            break
-        step *= size
-    else:  # it lies there in one piece
-        start += offset * spec.torch_dtype.itemsize * bool(strides)
-        strides = ()
-    return Segment(tensor, spec, offset, elements, start, start + stop - begin, last, strides)
+    if strides == ():  # it lies there in one piece
+        start += offset * spec.torch_dtype.itemsize
+    stop += start - begin
+    return Segment(tensor, spec, offset, elements, start, stop, last, strides or ())
 
 
 def _align(position: int) -> int:

@@ -7,8 +7,9 @@ from typing import Any
 import msgspec
 
 from rl_core.interfaces.weights import Box  # noqa: TC001 - msgspec resolves it
+from rl_core.weights.data.parts import LanePlaces
 
-PROTOCOL = 9
+PROTOCOL = 10
 """Version of all that crosses between the two sides, which refuse each other if it differs."""
 
 
@@ -79,14 +80,14 @@ class LaneInfo(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         ref: How to reach it.
         reads: A byte for each part: 1 if the receiver takes it from here, 2 if all receivers of the
             lane do; empty if each of them takes all that is in the lane.
-        layout: The boxes that lie in a direct lane, of tensors that are not whole there.
+        places: Where the parts are in a direct lane.
     """
 
     plan: str
     skip: bytes
     ref: dict[str, Any]
     reads: bytes = b""
-    layout: dict[int, tuple[Box, ...]] = {}
+    places: LanePlaces = LanePlaces()
 
 
 class Prepare(_InSession, frozen=True):
@@ -219,10 +220,11 @@ class PrepareRank(_InSession, frozen=True):
 
 
 class RankPrepared(_InSession, frozen=True):
-    """Rank: it is made; or, with a ``reason``, direct is not possible here."""
+    """Rank: it is made, as ``LaneInfo`` has it; or, with a ``reason``, it cannot be direct here."""
 
     plan: str = ""
     ref: dict[str, Any] = {}
+    places: LanePlaces = LanePlaces()
     reason: str = ""
     extra_bytes: int = 0
 

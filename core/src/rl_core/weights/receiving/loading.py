@@ -219,7 +219,7 @@ class ReceiverBuckets:
                 writes = self._writes(group, self.data, 0)
                 steps.append(_Step(first, [], [], list, writes, False))
                 continue
-            make = self._verified_in_place if in_place and verified else self._verified_beside
+            make = self._verified_in_place if in_place else self._verified_beside
             steps.append(make(first, group))
         return steps
 
@@ -247,7 +247,7 @@ class ReceiverBuckets:
                     stop - group[0].start > room
                     or segment.strides
                     or group[-1].segment.strides
-                    or start - group[-1].stop not in range(ALIGN)
+                    or start not in (group[-1].stop, -(-group[-1].stop // ALIGN) * ALIGN)
                     or in_place != before
                 )
                 if apart:

@@ -24,7 +24,7 @@ from rl_core.interfaces.weights import WeightSink
 from rl_core.weights.connections import Connection, Connections, keep_two
 from rl_core.weights.data.digests import BlockHash, DigestTable, TensorHasher
 from rl_core.weights.data.manifest import WeightManifest, compare
-from rl_core.weights.data.parts import Partition, check_layout
+from rl_core.weights.data.parts import Partition
 from rl_core.weights.data.plan import ALIGN, DataMode, make_plan
 from rl_core.weights.engine_lock import EngineLock, exclusively
 from rl_core.weights.job import Endpoint, Job
@@ -525,15 +525,9 @@ class ReceiveJob(Job[ReceiverSession]):
         receiver, wire = self.endpoint, self.trainer.wire
         parts = Partition.checked(wire, prepare.cuts, receiver.parts)
         for info in prepare.lanes.values():
-            check_layout(wire, info.layout, "the sender")
-            count = len(parts.manifest.owned)
-            fits = {len(info.skip), len(info.reads)} <= {0, count} and parts.has(info.layout)
-            if fits and info.layout:
-                both = zip(info.skip or bytes(count), parts.mask(info.layout), strict=True)
-                fits = all(map(any, both))  # what is in the plan is in the lane
-            if not fits:
+            if not {len(info.skip), len(info.reads)} <= {0, len(parts.manifest.owned)}:
                 raise RefitProtocolError(
-                    "the sender's masks or boxes do not fit these tensors", phase="PREPARE"
+                    "the sender's masks do not fit these tensors", phase="PREPARE"
                 )
         block_hash = BlockHash.named(
             prepare.hash, private=self._end.private, token=self.trainer.token
@@ -554,10 +548,8 @@ class ReceiveJob(Job[ReceiverSession]):
             if lasting is not None:
                 plans[rank] = lasting.lanes[rank].plan
             else:
-                block, boxes = block_hash.block, info.layout
-                plans[rank] = make_plan(
-                    parts, how[0], mode, skip=info.skip, block=block, layout=boxes
-                )
+                block, at = block_hash.block, info.places
+                plans[rank] = make_plan(parts, how[0], mode, skip=info.skip, block=block, places=at)
             if plans[rank].digest != info.plan:
                 raise RefitProtocolError(
                     "sender and receiver made different plans", phase="PREPARE"

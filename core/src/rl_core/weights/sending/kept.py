@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from rl_core.interfaces.weights import WeightSource
     from rl_core.weights.connections import Connection
     from rl_core.weights.data.digests import BlockHash, DigestTable
-    from rl_core.weights.data.parts import Layout, Partition
+    from rl_core.weights.data.parts import LanePlaces, Partition
     from rl_core.weights.data.plan import TransferPlan
     from rl_core.weights.transports.base import Lane, SenderEnd
 
@@ -79,19 +79,21 @@ class Kept:
         skip: bytes,
         block_hash: BlockHash,
         device: torch.device,
-        layout: Layout,
+        places: LanePlaces,
         receivers: Sequence[str],
     ) -> SenderBuckets:
         """The buckets of a refit, and memory for them: those of the last refits, where they fit."""
         kept = self.connections.buckets
-        boxes = tuple((index, tuple(boxes)) for index, boxes in layout.items())
-        key = (connection, parts.manifest.digest, bucket_bytes, mode, skip, block_hash, boxes)
+        key = (connection, parts.manifest.digest, bucket_bytes, mode, skip, block_hash, places)
         cached = kept.get(key)
         plan = cached.plan if cached is not None else None
         if plan is None:
             size = block_hash.block
-            plan = make_plan(parts, bucket_bytes, mode, skip=skip, block=size, layout=layout)
-        lane = self._lane(connection, plan, device, receivers, bucket_bytes)
+            plan = make_plan(parts, bucket_bytes, mode, skip=skip, block=size, places=places)
+        lane = self.moved.lane if plan.buckets else _NO_LANE
+        if plan.buckets and mode is DataMode.PACKED:
+            sizes = range(plan.lane_bytes, 1 + max(plan.lane_bytes, SLOTS * bucket_bytes))
+            lane = self.lane(connection, mode, sizes, device, receivers)
         if cached is None or cached.lane is not lane:
             cached = SenderBuckets(plan, lane, block_hash)
         return keep_two(kept, key, cached)
@@ -104,37 +106,33 @@ class Kept:
         mode: DataMode,
         skip: bytes,
         block: int,
-        layout: Layout,
+        places: LanePlaces,
     ) -> TransferPlan:
         """What comes from another rank; the plan of the last refit, if it fits."""
-        boxes = tuple((index, tuple(boxes)) for index, boxes in layout.items())
-        key = (parts.manifest.digest, bucket_bytes, mode, skip, block, boxes)
+        key = (parts.manifest.digest, bucket_bytes, mode, skip, block, places)
         if self._plans.get(rank, (None,))[0] != key:
-            plan = make_plan(parts, bucket_bytes, mode, skip=skip, block=block, layout=layout)
+            plan = make_plan(parts, bucket_bytes, mode, skip=skip, block=block, places=places)
             self._plans[rank] = key, plan
         return self._plans[rank][1]
 
-    def _lane(
+    def lane(
         self,
         connection: Connection[SenderEnd],
-        plan: TransferPlan,
+        mode: DataMode,
+        sizes: range,
         device: torch.device,
         receivers: Sequence[str],
-        bucket_bytes: int,
     ) -> Lane:
-        """The lane at hand if it fits, so that memory is touched once."""
-        if not plan.buckets:
-            return _NO_LANE
-        direct = plan.mode is DataMode.DIRECT
-        most = plan.lane_bytes if direct else max(plan.lane_bytes, SLOTS * bucket_bytes)
-        lane = connection.lanes.get((plan.mode, 0))
+        """The lane at hand if it has one of these sizes, so that memory is touched once."""
+        lane = connection.lanes.get((mode, 0))
         if lane is not None:
-            fits = plan.lane_bytes <= lane.data.numel() <= most and lane.data.device == device
+            fits = lane.data.numel() in sizes and lane.data.device == device
             if fits and lane.serves(receivers):
                 return lane
             self.connections.close_lanes(lambda _, other: other is lane)
-        lane = connection.end.lane(plan.lane_bytes, device, receivers, direct=direct)
-        connection.lanes[plan.mode, 0] = lane
+        direct = mode is DataMode.DIRECT
+        lane = connection.end.lane(sizes.start, device, receivers, direct=direct)
+        connection.lanes[mode, 0] = lane
         return lane
 
     def drop_lanes_after_failure(self) -> None:

@@ -177,17 +177,17 @@ class RankJob(Job[RankSession]):
         share.agree(parts, BlockHash.named(message.hash, private=end.private, token=message.token))
         device = end.lane_device(share.own, message.gpus)
         share.connect(connection, device, message.readers)
-        if message.direct:
-            casts = len(message.dtypes)
-            if reason := share.move(message.bucket_bytes, casts, wanted=False):
-                return messages.RankPrepared(message.session, reason=reason)
+        if message.direct and (reason := share.move(len(message.dtypes), wanted=False)):
+            return messages.RankPrepared(message.session, reason=reason)
         mode = DataMode.DIRECT if message.direct else DataMode.PACKED
         table = DigestTable(parts.manifest) if self._verifies else None
         buckets = share.prepare(mode, message.bucket_bytes, message.skip, table)
         buckets.lane.ends = self.session.deadline
         self._due = enumerate([bucket.name for bucket in buckets.plan.buckets])
-        plan, ref = buckets.plan.digest, dict(buckets.lane.ref)
-        return messages.RankPrepared(message.session, plan, ref, extra_bytes=share.extra_bytes)
+        plan, ref, places = buckets.plan.digest, dict(buckets.lane.ref), share.places(mode)
+        return messages.RankPrepared(
+            message.session, plan, ref, places, extra_bytes=share.extra_bytes
+        )
 
     def _cut(self, dtypes: Mapping[str, str], cuts: Any, mask: bytes) -> Partition:
         assert self._share is not None

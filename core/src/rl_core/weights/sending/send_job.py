@@ -392,9 +392,7 @@ class SendJob(Job[SenderSession]):
             transport = self.options.transport
             reason = f"the transport {transport} does not share memory"
         else:
-            bucket_bytes = self.options.bucket_for(self._device, DataMode.DIRECT)
-            wanted = self.options.mode == "direct"
-            reason = self._share.move(bucket_bytes, self._casts, wanted=wanted)
+            reason = self._share.move(self._casts, wanted=self.options.mode == "direct")
         return self._is_direct(reason)
 
     def _is_direct(self, reason: str) -> bool:
@@ -522,18 +520,17 @@ class SendJob(Job[SenderSession]):
             self._extra_bytes = self._share.extra_bytes
             infos: dict[int, messages.LaneInfo] = {}
             for rank in self._layouts:
-                layout = self._layouts[rank] if direct else {}
+                places = answers[rank].places if rank else self._share.places(mode)
                 if rank:
-                    how = (size, mode, skips[rank], self._hash.block, layout)
+                    how = (size, mode, skips[rank], self._hash.block, places)
                     plan = self._plans[rank] = self._kept.plan_of(rank, self._parts, *how)
                     if plan.digest != answers[rank].plan:
                         text = f"rank {rank} and rank 0 made different plans"
                         raise RefitProtocolError(text, phase="PREPARE", rank=rank)
                     self._extra_bytes += answers[rank].extra_bytes
                 ref = answers[rank].ref if rank else dict(self._share.buckets.lane.ref)
-                boxes = {n: tuple(its) for n, its in layout.items()}
                 digest = self._plans[rank].digest
-                infos[rank] = messages.LaneInfo(digest, skips[rank], ref, layout=boxes)
+                infos[rank] = messages.LaneInfo(digest, skips[rank], ref, places=places)
             prepares: dict[str, messages.Prepare] = {}
             for key in ids:
                 lanes = {

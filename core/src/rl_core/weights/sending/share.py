@@ -9,7 +9,7 @@ import torch
 
 from rl_core.errors import RefitError
 from rl_core.weights.data.digests import DigestTable, TensorHasher
-from rl_core.weights.data.parts import layout_of
+from rl_core.weights.data.parts import LanePlaces, layout_of
 from rl_core.weights.data.plan import ALIGN, DataMode
 from rl_core.weights.sending.packing import Packer, SenderBuckets, sent_parts
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from rl_core.weights.data.digests import BlockHash
     from rl_core.weights.data.parts import Layout, Partition
     from rl_core.weights.sending.kept import Kept
-    from rl_core.weights.transports.base import SenderEnd
+    from rl_core.weights.transports.base import Lane, SenderEnd
 
 __all__ = ["Share"]
 
@@ -91,11 +91,10 @@ class Share:
         buckets = self.buckets
         return 0 if buckets.plan.mode is DataMode.DIRECT else buckets.lane.data.numel()
 
-    def move(self, bucket_bytes: int, casts: int, *, wanted: bool) -> str:
+    def move(self, casts: int, *, wanted: bool) -> str:
         """Moves the tensors to memory that receivers read; why not, if that is not possible.
 
         Args:
-            bucket_bytes: Most bytes of a bucket.
             casts: Tensors that the engines want in another dtype.
             wanted: Nothing else is: memory that lacked before is tried to be had again.
 
@@ -113,19 +112,26 @@ class Share:
             return "the weight source computes its tensors during the refit"
         if not pieces:
             return ""  # this rank has nothing
-        reason = moved.reason_not_shareable(self.manifest, pieces, self._device)
-        if reason is None and not wanted:
-            reason = moved.no_memory_for(self.manifest)
-        if reason is not None:
-            return reason
+        lane = self._connection.lanes.get((DataMode.DIRECT, 0))
+        same = moved.lane is lane and lane.data.device == self._device
+        if same and moved.lie_there(self.manifest, pieces):
+            return ""
+        if not wanted and moved.lacked[0] is self.manifest:
+            return moved.lacked[1]
+
+        def lane_of(nbytes: int) -> Lane:
+            sizes = range(nbytes, nbytes + 1)
+            how = (DataMode.DIRECT, sizes, self._device, [*self._readers])
+            return self._kept.lane(self._connection, *how)
+
         try:
-            lane = self._make(DataMode.DIRECT, bucket_bytes, b"").lane
-            moved.move(lane, self._parts.whole, pieces)
+            others = self.source.memory_users()
+            return moved.move(self.manifest, pieces, others, self._device, lane_of)
         except (RefitError, torch.OutOfMemoryError) as error:
             cause = str(error).splitlines()[0]
             reason = f"the tensors cannot be moved to memory that engines read: {cause}"
             self._kept.drop_moved_tensors()
-            self._kept.moved.remember_no_memory(self.manifest, reason)
+            self._kept.moved.lacked = self.manifest, reason
             if wanted:
                 raise RefitError(
                     f"refit: mode='direct' is not possible: {reason}",
@@ -133,7 +139,12 @@ class Share:
                     "largest tensor needs on the CPU, as all tensors need on a GPU",
                 ) from error
             return reason
-        return ""
+
+    def places(self, mode: DataMode) -> LanePlaces:
+        """Where the parts are, if they are in a direct lane."""
+        if mode is DataMode.PACKED:
+            return LanePlaces()
+        return self._kept.moved.places(self._parts, self._pieces or ())
 
     def prepare(
         self, mode: DataMode, bucket_bytes: int, skip: bytes, table: DigestTable | None
@@ -180,7 +191,7 @@ class Share:
         self._closed = True
         if self._packer is not None:
             self._packer.close()
-        self._packer = None
+        self._packer = self._pieces = None  # or views that the next refit makes anew would stay
         self.source.close()
 
     def _make(self, mode: DataMode, bucket_bytes: int, skip: bytes) -> SenderBuckets:
@@ -192,6 +203,6 @@ class Share:
             skip=skip,
             block_hash=self._hash,
             device=self._device,
-            layout=self.layout if mode is DataMode.DIRECT else {},
+            places=self.places(mode),
             receivers=[*self._readers],
         )

@@ -2,117 +2,176 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from rl_core.weights.data.parts import KnownPieces
+from rl_core.weights.data.parts import LanePlaces, lying
 from rl_core.weights.data.plan import ALIGN
+from rl_core.weights.transports.base import NoLane
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
+    from typing import Self
 
-    from rl_core.interfaces.weights import Box, Piece
+    from rl_core.interfaces.weights import Piece
     from rl_core.weights.data.manifest import WeightManifest
+    from rl_core.weights.data.parts import Partition
     from rl_core.weights.transports.base import Lane
 
-#: Who uses a tensor's storage, as torch counts: the tensor, and Python's object for the storage.
-_OWN_USERS = 2
+
+class Memory:
+    """A storage of torch, and the tensors that use it.
+
+    Attributes:
+        storage: All of its bytes.
+        users: The tensors that are known, by ``id``.
+    """
+
+    def __init__(self, storage: torch.UntypedStorage) -> None:
+        self.storage = storage
+        self.users: dict[int, torch.Tensor] = {}
+
+    @classmethod
+    def of(cls, tensors: Iterable[torch.Tensor]) -> dict[int, Self]:
+        """The storages of tensors, by torch's address of each."""
+        found: dict[int, Self] = {}
+        for tensor in tensors:
+            for user in (tensor, tensor._base):
+                if user is not None:
+                    storage = user.untyped_storage()
+                    memory = found.setdefault(storage._cdata, cls(storage))
+                    memory.users[id(user)] = user
+        return found
+
+    @property
+    def has_other_users(self) -> bool:
+        """Whether torch counts more users than these tensors, and Python's object for it."""
+        return torch._C._storage_Use_Count(self.storage._cdata) > len(self.users) + 1
+
+    @torch.no_grad()
+    def move(self, data: torch.Tensor) -> None:
+        """Copies all bytes to ``data``, which the known tensors use from now on.
+
+        Args:
+            data: uint8, as many as the storage has.
+        """
+        data.copy_(torch.empty(0, dtype=torch.uint8, device=data.device).set_(self.storage))
+        for user in self.users.values():
+            elements = data[: len(data) // user.itemsize * user.itemsize].view(user.dtype)
+            first = elements.storage_offset() + user.storage_offset()
+            user.data = elements.as_strided(user.size(), user.stride(), first)
+        self.storage = data.untyped_storage()
 
 
 class SharedTensors:
-    """The tensors that were moved into a lane, so that they are examined and moved only once."""
+    """The pieces whose storages were moved into a lane, so that they are moved only once.
+
+    Attributes:
+        lane: Where they are.
+        lacked: The tensors for which there was no memory when they were to be moved, and why: not
+            every refit moves a part of a large model in vain.
+    """
 
     def __init__(self) -> None:
-        self._lane: Lane | None = None
+        self.lane: Lane = NoLane()
+        self.lacked: tuple[WeightManifest | None, str] = (None, "")
         self._manifest: WeightManifest | None = None
-        self._moved = KnownPieces(())
-        self._no_memory: tuple[WeightManifest, str] | None = None
+        self._pieces: list[Any] = []
+        self._places: tuple[Partition, LanePlaces] | None = None
 
-    def no_memory_for(self, manifest: WeightManifest) -> str | None:
-        """Why there was no memory for these tensors when they were to be moved; None if there was.
+    def lie_there(self, manifest: WeightManifest, pieces: Sequence[Piece]) -> bool:
+        """Whether these pieces lie as those that were moved did."""
+        return self._manifest is manifest and self._pieces == lying(pieces)
 
-        It is remembered, so that not every refit moves a part of a large model in vain.
+    def move(
+        self,
+        manifest: WeightManifest,
+        pieces: Sequence[Piece],
+        others: Iterable[torch.Tensor],
+        device: torch.device,
+        lane_of: Callable[[int], Lane],
+    ) -> str:
+        """Moves all storages of pieces into a lane, one after another; those that are there stay.
+
+        One storage is moved at a time. Where the lane's memory grows with them, memory for one more
+        is enough. If it lacks, what was moved is whole, and what was not, too.
+
+        Args:
+            manifest: The source's.
+            pieces: Some.
+            others: See :meth:`WeightSource.memory_users`.
+            device: Which engines can read.
+            lane_of: Gives a lane of so many bytes.
+
+        Returns:
+            Why they cannot be moved; empty if they were.
         """
-        lacking = self._no_memory
-        return lacking[1] if lacking is not None and lacking[0] is manifest else None
-
-    def remember_no_memory(self, manifest: WeightManifest, why: str) -> None:
-        """There was no memory to move them all."""
-        self._no_memory = (manifest, why)
-
-    def reason_not_shareable(
-        self, manifest: WeightManifest, pieces: Sequence[Piece], device: torch.device
-    ) -> str | None:
-        """Why these pieces cannot be moved; None if they can, or were."""
-        if self._is_shared(manifest, pieces):
-            return None
-        owners: dict[int, str] = {}
-        tensors: dict[tuple[str, Box], torch.Tensor] = {}
-        for name, box, tensor in pieces:
-            if (spec := manifest.by_name.get(name)) is None or not spec.numel:
-                continue
-            if tensor is None:
-                return f"the weight source has no tensor {name} in memory"
-            tensors[name, box] = tensor
-        for (name, box), tensor in tensors.items():
-            alias_of = manifest.by_name[name].alias_of
-            if alias_of is not None and tensor is not tensors.get((alias_of, box)):
-                return f"{name} and {alias_of} are two tensor objects of one memory"
-        for (name, _), tensor in tensors.items():
-            spec = manifest.by_name[name]
-            if spec.alias_of is not None:
-                continue
-            if tensor.device != device:
-                return f"{name} is on {tensor.device}, which engines cannot read"
-            if tensor.dtype != spec.torch_dtype:
-                return f"{name} has another dtype than its spec declares"
-            if not tensor.is_contiguous() or tensor.untyped_storage().nbytes() != tensor.nbytes:
-                return f"{name} is a view of a larger storage, or not contiguous"
-            if (owner := owners.setdefault(tensor.data_ptr(), name)) != name:
-                return f"{name} shares memory with {owner}, but is not declared as its alias"
-            # If a detached twin were moved, what is trained would stay behind.
-            if torch._C._storage_Use_Count(tensor.untyped_storage()._cdata) > _OWN_USERS:
-                return (
-                    f"{name} shares memory with a tensor outside of the weight source, such as one "
-                    "of a kept state_dict(), a view, or a loss whose graph is kept"
-                )
-        return None
-
-    def _is_shared(self, manifest: WeightManifest, pieces: Sequence[Piece]) -> bool:
-        """Whether these are the tensors that were moved, and are where they were moved to."""
-        return manifest is self._manifest and self._moved.are(pieces)
-
-    @torch.no_grad()
-    def move(self, lane: Lane, manifest: WeightManifest, pieces: Sequence[Piece]) -> None:
-        """Moves pieces into a lane, one after another; those that are there stay.
-
-        One tensor is moved at a time. Where the lane's memory grows with them, memory for one more
-        is enough. If it lacks, tensors that were moved are whole, and those that were not, too.
-        """
-        if self._lane is lane and self._is_shared(manifest, pieces):
-            return
+        known = manifest.by_name
+        tensors = [t for name, _, t in pieces if t is not None and t.numel() and name in known]
+        every = Memory.of([*tensors, *others])
+        memories = {key: every[key] for key in Memory.of(tensors)}
+        reason = _reason_not_shareable(manifest, pieces, memories, device)
+        if reason or not memories:
+            return reason
+        places, end = [], 0
+        for memory in memories.values():
+            places.append((memory, end))
+            end = -(-(end + memory.storage.nbytes()) // ALIGN) * ALIGN
+        lane = lane_of(end)
         base = lane.data.data_ptr()
-        here = range(base, base + lane.data.numel())
-        of: dict[str, list[torch.Tensor]] = {}
-        for piece in pieces:
-            if piece.tensor is not None:
-                of.setdefault(piece.name, []).append(piece.tensor)
-        moves, place = [], 0
-        for tensor in (tensor for spec in manifest.owned for tensor in of.get(spec.name, ())):
-            if tensor.data_ptr() != base + place:
-                moves.append((tensor, place))
-            place = -(-(place + tensor.nbytes) // ALIGN) * ALIGN
-        for tensor, _ in moves:
-            if tensor.data_ptr() in here:  # in the place of another one, which comes back to it
-                tensor.data = tensor.clone()
-        for tensor, place in moves:
-            moved = lane.allocate_view(place, place + tensor.nbytes)
-            moved = moved.view(tensor.dtype).view(tensor.shape)
-            moved.copy_(tensor)
-            tensor.data = moved
+        moves = [(m, place) for m, place in places if m.storage.data_ptr() != base + place]
+        for memory, _ in moves:
+            # In the place of another one, which comes back to it.
+            if memory.storage.data_ptr() in range(base, base + end):
+                memory.move(torch.empty_like(lane.data[: memory.storage.nbytes()]))
+        for memory, place in moves:
+            memory.move(lane.allocate_view(place, place + memory.storage.nbytes()))
         if moves:
             lane.free_old_memory()
-        self._lane, self._manifest = lane, manifest
-        self._moved = KnownPieces(pieces)
-        self._no_memory = None
+        self.lane, self._manifest, self._pieces = lane, manifest, lying(pieces)
+        self._places, self.lacked = None, (None, "")
+        return ""
+
+    def places(self, parts: Partition, pieces: Sequence[Piece]) -> LanePlaces:
+        """Where the parts are in the lane, of pieces that lie there."""
+        if not pieces:
+            return LanePlaces.of(parts, (), 0)
+        if self._places is None or self._places[0] is not parts:
+            self._places = parts, LanePlaces.of(parts, pieces, self.lane.data.data_ptr())
+        return self._places[1]
+
+
+def _reason_not_shareable(
+    manifest: WeightManifest,
+    pieces: Sequence[Piece],
+    memories: Mapping[int, Memory],
+    device: torch.device,
+) -> str:
+    """Why these pieces cannot be moved with all of their storages; empty if they can."""
+    first: dict[int, str] = {}  # piece in each storage
+    for name, _, tensor in pieces:
+        if (spec := manifest.by_name.get(name)) is None or not spec.numel:
+            continue
+        if tensor is None:
+            return f"the weight source has no tensor {name} in memory"
+        if tensor.device != device:
+            return f"{name} is on {tensor.device}, which engines cannot read"
+        if tensor.dtype != spec.torch_dtype:
+            return f"{name} has another dtype than its spec declares"
+        if not tensor.data_ptr() or tensor.is_conj() or tensor.is_neg():
+            return f"{name} is computed from what is in memory"
+        first.setdefault(tensor.untyped_storage()._cdata, name)
+    for memory, name in ((memories[key], name) for key, name in first.items()):
+        # If a detached twin were moved, what is trained would stay behind.
+        if memory.has_other_users:
+            return (
+                f"{name} shares memory with a tensor outside of the weight source, such as one "
+                "of a kept state_dict(), a view, or a loss whose graph is kept"
+            )
+    starts = sorted((memories[key].storage.data_ptr(), key) for key in first)
+    for (start, one), (other_start, other) in pairwise(starts):
+        if start + memories[one].storage.nbytes() > other_start:
+            return f"{first[one]} and {first[other]} are two storages of one memory"
+    return ""

@@ -102,6 +102,10 @@ class GuardedSource(WeightSource):
             for piece in of.get(old) or of.get(self._owner[name], [])
         ]
 
+    def memory_users(self) -> Sequence[torch.Tensor]:
+        """See :meth:`WeightSource.memory_users`."""
+        return self._source.memory_users()
+
     def confirm(self) -> None:
         """See :meth:`WeightSource.confirm`."""
         self._unchanged()
