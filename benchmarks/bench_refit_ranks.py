@@ -181,7 +181,10 @@ def modules(case: Case) -> dict[str, Any]:
     """Refits of a module with DTensors, called on all ranks."""
     group = Group(case, [ModuleRank] * case.ranks)
     with group.running():
-        methods = {BLOCKS: partial(group.seconds, "copy", True), **refits(group, *PACKED[:2])}
+        methods = {
+            BLOCKS: partial(group.seconds, "copy", True),
+            **refits(group, *PACKED[:2], *DIRECT[:2]),
+        }
         return size_of(case) | {"rows": group.measure(methods)}
 
 

@@ -117,6 +117,34 @@ class MeshRank:
             parameter.grad = torch.full_like(parameter, 0.5 + number)
         self.optimizer.step()
 
+    def train(self) -> float:
+        """A step through the module, with clipped gradients; the loss."""
+        self.optimizer.zero_grad()
+        loss = self.model.train()(torch.tensor([1, 2, 3])).square().mean()
+        loss.backward()
+        nn.utils.clip_grad_norm_(self.model.parameters(), 0.5)
+        self.optimizer.step()
+        return loss.item()
+
+    def load(self, factor: int, assign: bool) -> None:
+        """Other values, copied into the parameters, or in new ones with a new optimizer."""
+        state = {name: t * factor for name, t in self.model.state_dict().items()}
+        self.model.load_state_dict(state | {"head.weight": state["embed.weight"]}, assign=assign)
+        if assign:
+            self.model.head.weight = self.model.embed.weight
+            self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.1)
+
+    def convert(self) -> None:
+        """Puts every parameter into new memory, and the module knows of it."""
+        self.model.double().float()
+
+    def keep_state(self, *, keep: bool = True) -> None:
+        self.kept = self.model.state_dict() if keep else None
+
+    def full(self, name: str) -> torch.Tensor:
+        whole: torch.Tensor = self.model.state_dict()[name].full_tensor().detach()
+        return whole
+
     def forward(self) -> None:
         """Leaves the root's parameters whole, as FSDP does after a forward pass."""
         with torch.no_grad():

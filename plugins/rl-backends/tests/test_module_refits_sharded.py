@@ -34,6 +34,8 @@ from rl_core.weights import refit
 #: The first two are of one trainer.
 MESHES = {"first": [0, 1], "second": [0, 3, 1], "third": [0, 2]}
 
+TRAIN, CONVERT = ("train",), ("convert",)
+
 pytestmark = pytest.mark.xdist_group("mesh ranks")
 
 
@@ -98,6 +100,8 @@ def agree(ranks: Ranks, kind: str, dtype: str = "float32") -> None:
         reports = ranks("refit", **options)
         assert [r["version"] for r in reports] == [version] * len(ranks.of), reports
         assert all(r == reports[0] for r in reports)
+        packed = dtype != "float32" or "transport" in options
+        assert reports[0]["mode"] == ("packed" if packed else "direct"), reports[0]["fallback"]
         refit(alone.model, alone.engine)
         state = ranks.of[0].state()
         assert state.keys() == alone.state().keys()
@@ -120,6 +124,45 @@ def test_an_engine_of_another_dtype_gets_rounded_values(two: Ranks) -> None:
 @pytest.mark.parametrize("kind", ["fsdp", "tensor parallel", "replicated", "both"])
 def test_four_ranks_of_any_mesh_are_refit_as_one(four: Ranks, kind: str) -> None:
     agree(four, kind)
+
+
+@pytest.mark.parametrize("kind", ["fsdp", "offloaded"])
+def test_training_goes_on_as_if_nothing_had_moved(two: Ranks, kind: str) -> None:
+    """With what FSDP gathers, clipped gradients, checkpoints and replaced parameters."""
+    seen = []
+    for mode in ("direct", "packed"):
+        two("build", kind)
+        for then in (
+            TRAIN,
+            ("load", 2, False),
+            TRAIN,
+            ("load", -1, True),
+            TRAIN,
+            CONVERT,
+            TRAIN,
+        ):
+            reports = two("refit", mode=mode)
+            assert [report["mode"] for report in reports] == [mode] * 2, reports
+            seen.append((two.of[0].state(), two(*then)))
+    half = len(seen) // 2
+    for (one, trained), (other, right) in zip(seen[:half], seen[half:], strict=True):
+        assert all(one[name].equal(tensor) for name, tensor in other.items())
+        assert trained == right
+    assert len({tuple(result) for _, result in seen[:half] if result != [None] * 2}) == 4
+
+
+def test_a_kept_state_dict_of_shards_keeps_a_refit_packed_and_right(two: Ranks) -> None:
+    two("build", "fsdp")
+    two("keep_state")
+    for version in (1, 2):
+        reports = two("refit")
+        assert [r["version"] for r in reports] == [version] * 2
+        assert reports[0]["mode"] == "packed"
+        assert "outside of the weight source" in reports[0]["fallback"]
+        assert two.of[0].state()["up.bias"].equal(two("full", "up.bias")[0])
+        two("change")
+    two("keep_state", keep=False)
+    assert two("refit")[0]["mode"] == "direct"
 
 
 def test_what_a_forward_pass_left_whole_is_refit(two: Ranks) -> None:

@@ -132,9 +132,13 @@ def test_ranks_do_what_one_rank_does(tiny, tmp_path, name):
             loaded.from_pretrained(tmp_path / "many")
         given = {"backend": "hf", "model_name": str(path), "temperature": OPTIONS["temperature"]}
         engine: Any = create_generation(given)
-        refit(many, engine)
-        own = engine.weight_sink().tensors_by_name
-        assert all(torch.equal(own[key], tensor) for key, tensor in found.items())
+        for step in ("moves the shards", "reads them where they are"):
+            report = refit(many, engine)
+            assert (report.mode == "direct") != ("lora" in case.config), report.fallback
+            found = weights_of(many, tmp_path / step)
+            own = engine.weight_sink().tensors_by_name
+            assert all(torch.equal(own[key], tensor) for key, tensor in found.items()), step
+            many.train(data, NegativeLogLikelihood(), mbs=None)
         engine.shutdown()
     alone.shutdown()
 

@@ -160,7 +160,7 @@ class ModuleSender(SendsWeights):
             from rl_backends.pieces import DTensorSource
 
             tensors = _without_adapters(model, sharded=True)
-            its = DTensorSource(tensors, first=ranks.rank == 0)
+            its = DTensorSource(tensors, model, first=ranks.rank == 0)
             return _Watched(its, tensors.values(), rename, partial(getattr, ranks, "steps"))
         known = only_answer("weight_source", module=model)
         source = known or NamedTensorSource(_without_adapters(model))

@@ -7,6 +7,7 @@ from math import prod
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from rl_backends.tensors import NamedTensorSource
@@ -16,6 +17,7 @@ from rl_core.interfaces import Piece
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
+    from torch import nn
     from torch.distributed.tensor.placement_types import Placement
 
     from rl_core.interfaces import Box
@@ -37,11 +39,15 @@ class DTensorSource(NamedTensorSource):
 
     Args:
         tensors: See :class:`NamedTensorSource`.
+        model: Whose tensors they are.
         first: This is the first rank.
     """
 
-    def __init__(self, tensors: Mapping[str, torch.Tensor], *, first: bool) -> None:
+    def __init__(
+        self, tensors: Mapping[str, torch.Tensor], model: nn.Module, *, first: bool
+    ) -> None:
         super().__init__(tensors)
+        self._model = model
         self._first = first
 
     def pieces(self) -> Sequence[Piece]:
@@ -52,6 +58,19 @@ class DTensorSource(NamedTensorSource):
             if self._first or isinstance(tensor, DTensor)
             for box, view in pieces_of(tensor)
         ]
+
+    def memory_users(self) -> list[torch.Tensor]:
+        """See :meth:`WeightSource.memory_users`; FSDP2 looks at its shards through other tensors.
+
+        A version of torch that keeps these elsewhere has users that are not known here.
+        """
+        tensors = self.tensors_by_name.values()
+        found = [t._local_tensor if isinstance(t, DTensor) else t for t in tensors]
+        for part in self._model.modules():
+            if isinstance(part, FSDPModule):
+                for group in getattr(part._get_fsdp_state(), "_fsdp_param_groups", ()):
+                    found += [shard._sharded_param_data for shard in group.fsdp_params]
+        return found
 
     def tensors(self, names: Sequence[str]) -> Iterator[tuple[str, torch.Tensor]]:
         """See :meth:`WeightSource.tensors`; of tensors that are all here."""

@@ -453,7 +453,7 @@ class HuggingFacePolicy(PolicyBackend):
             tensors = module_tensors(self.model)
             if self._shards is None:
                 return NamedTensorSource(tensors)
-            return DTensorSource(tensors, first=self.ranks.rank == 0)
+            return DTensorSource(tensors, self.model, first=self.ranks.rank == 0)
         if self.config["lora"].get("refit") == "adapter":
             return AdapterWeightSource(self.model)
         return MergedWeightSource(self.model, sharded=self._shards is not None)
