@@ -226,6 +226,7 @@ def test_refits_are_bit_for_bit(pair, tmp_path, transport):
             **({"address": "127.0.0.1"} if transport == "collective" else {}),
         )
         assert bool(report.tensors) != delta
+        assert report.mode == ("direct" if transport == "ipc" else "packed"), report.fallback
         found = engine._model.state_dict()
         assert found.keys() == expected.keys()
         assert all(found[name].equal(tensor) for name, tensor in expected.items())

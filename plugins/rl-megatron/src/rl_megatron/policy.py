@@ -32,7 +32,7 @@ from rl_megatron.generation import generation_config, make_generation, whole_seq
 from rl_megatron.memory import Sleeper
 from rl_megatron.model import build_model, model_device
 from rl_megatron.parallel import ParallelState
-from rl_megatron.sharding import make_optimizer, shares_of
+from rl_megatron.sharding import make_optimizer, memory_users, shares_of
 from rl_megatron.sizes import Sizes
 from rl_megatron.source import MegatronSource, RankTensors
 from rl_megatron.table import Table
@@ -373,7 +373,7 @@ class MegatronPolicy(PolicyBackend):
         """See :meth:`PolicyModel.weight_source`; every rank gives what it has."""
         self._check_open("weight_source")
         self.on_wake(frozenset({"model"}))
-        return MegatronSource(self._given, self.changes)
+        return MegatronSource(self._given, self.changes, self._memory_users)
 
     # -- memory ---------------------------------------------------------------------------------
 
@@ -401,10 +401,14 @@ class MegatronPolicy(PolicyBackend):
     @cached_property
     def _sleepers(self) -> dict[str, Sleeper]:
         shares: Any = self._shares.values()
+        views = [view for _, _, view in self._given.pieces if view is not None]
         return {
-            "model": Sleeper(self._module.parameters()),
-            "gradients": Sleeper((s.parameter.main_grad for s in shares), keeps=False),
+            "model": Sleeper(lambda: [*self._memory_users(), *views]),
+            "gradients": Sleeper(lambda: [s.parameter.main_grad for s in shares], keeps=False),
         }
+
+    def _memory_users(self) -> list[torch.Tensor]:
+        return memory_users(self.model, self._optimizer)
 
     def on_shutdown(self) -> None:
         """See :meth:`PolicyModel.on_shutdown`."""

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from rl_megatron.engine import DistributedDataParallel
 
-__all__ = ["Share", "make_optimizer", "shares_of"]
+__all__ = ["Share", "make_optimizer", "memory_users", "shares_of"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +71,18 @@ def shares_of(model: DistributedDataParallel) -> dict[str, Share]:
             begin, end = (min(max(0, edge), parameter.numel()) for edge in (first, first + each))
             shares[names[parameter]] = Share(parameter, slice(begin, end), group)
     return shares
+
+
+def memory_users(model: DistributedDataParallel, optimizer: Optimizer | None) -> list[torch.Tensor]:
+    """The parameters, and what megatron-core and the optimizer have in the same memory."""
+    found: list[Any] = [*model.module.parameters()]
+    for buffer in (*model.buffers, *model.expert_parallel_buffers):
+        found += [buffer.param_data, *(bucket.param_data for bucket in buffer.buckets)]
+    for group in (*model.bucket_groups, *model.expert_parallel_bucket_groups):
+        found += [part for parts in group.cached_param_buffer_shard_list for part in parts or ()]
+    if optimizer is not None:
+        found += optimizer.parameters.values()
+    return [tensor for tensor in found if tensor is not None]
 
 
 def make_optimizer(shares: Mapping[str, Share], settings: Mapping[str, Any]) -> Optimizer:

@@ -12,7 +12,7 @@ from rl_core.errors import RefitError
 from rl_core.interfaces import Piece, TensorSpec, WeightSource
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from rl_backends.changes import WeightChanges
     from rl_core.interfaces import Box
@@ -64,13 +64,20 @@ class MegatronSource(WeightSource):
     Args:
         tensors: Of this rank.
         changes: Of this rank's weights.
+        memory_users: See :meth:`WeightSource.memory_users`.
 
     Raises:
         LifecycleError: A change of the weights failed midway.
     """
 
-    def __init__(self, tensors: RankTensors, changes: WeightChanges) -> None:
+    def __init__(
+        self,
+        tensors: RankTensors,
+        changes: WeightChanges,
+        memory_users: Callable[[], Sequence[torch.Tensor]] = tuple,
+    ) -> None:
         self._tensors = tensors
+        self._memory_users = memory_users
         self._unchanged = changes.watch()
         self._of: dict[str, list[tuple[Box, torch.Tensor]]] = {}
         for name, box, view in tensors.pieces:
@@ -85,6 +92,10 @@ class MegatronSource(WeightSource):
     def pieces(self) -> Sequence[Piece]:
         """See :meth:`WeightSource.pieces`."""
         return self._tensors.pieces
+
+    def memory_users(self) -> Sequence[torch.Tensor]:
+        """See :meth:`WeightSource.memory_users`."""
+        return self._memory_users()
 
     def tensors(self, names: Sequence[str]) -> Iterator[tuple[str, torch.Tensor]]:
         """See :meth:`WeightSource.tensors`; those that this rank has all of.
