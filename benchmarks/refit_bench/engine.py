@@ -37,6 +37,7 @@ class Tensors(WeightSource, WeightSink):
     def __init__(self, held: Mapping[str, torch.Tensor]) -> None:
         self.held = held
         self.device = str(next(iter(held.values())).device)
+        self._pieces = whole_pieces(held)
         self._specs = [
             TensorSpec(name, tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."))
             for name, tensor in held.items()
@@ -57,7 +58,7 @@ class Tensors(WeightSource, WeightSink):
 
     def pieces(self) -> Sequence[Piece]:
         """See :meth:`WeightSource.pieces`."""
-        return whole_pieces(self.held)
+        return self._pieces
 
     def confirm(self) -> None:
         """Nothing changes while a refit is measured."""

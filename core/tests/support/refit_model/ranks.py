@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from refit_model.parties import Trainer
     from refit_model.wire import TrainerEnd
     from refit_model.world import World
+    from rl_core.weights.transports.base import SenderEnd
 
 
 class Client(EngineEnd):
@@ -78,6 +79,9 @@ class TwoRanks(Ranks):
                 end.chosen = None if end.chosen == key else end.chosen
                 found.append((key, connection.up.popleft()))
         return [(key, frame) for key, frame in found if not self._comes_late(key, frame)]
+
+    def wait(self, end: SenderEnd, timeout_s: float) -> None:
+        """The search decides what is there."""
 
     def send(self, key: str, frame: bytes) -> bool:
         return self._end.send(key, frame)

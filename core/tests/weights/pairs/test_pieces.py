@@ -135,6 +135,36 @@ def test_a_delta_sends_the_parts_that_changed(keep, at_home):
     assert all(right(trainer, engine) for engine in parts)
 
 
+@pytest.mark.parametrize("at_home", [False, True])
+@pytest.mark.parametrize("delta", [False, True])
+def test_pieces_that_change_between_refits_are_read_and_written_where_they_are(
+    keep, delta, at_home
+):
+    """What was agreed on before is not used for other boxes, or for memory that was left."""
+    trainer, parts = keep(Trainer(make(), at_home=at_home)), engines(keep, 2)
+    tensors, whole = trainer.source.tensor, trainer.source.pieces
+    for number in range(6):
+        tensors["rows"][number] += 1
+        if number % 3 == 1:
+            for engine in parts:
+                left, engine.sink.kept = (
+                    engine.sink.kept,
+                    [piece._replace(tensor=piece.tensor.clone()) for piece in engine.sink.kept],
+                )
+                for piece in left:
+                    piece.tensor.fill_(-1)
+        if number % 3 == 2:
+            tensors["columns"].data = tensors["columns"].clone()
+        trainer.source.pieces = whole
+        if at_home and number % 2:
+            ends = [(0, 5 + number), (5 + number, 12)]
+            halves = [Piece("rows", (end, (0, 8)), tensors["rows"][slice(*end)]) for end in ends]
+            others = [piece for piece in whole() if piece.name != "rows"]
+            trainer.source.pieces = lambda given=[*others, *halves]: given
+        go(trainer, Replicas(*parts), delta=delta, verify="installed")
+        assert all(right(trainer, engine) for engine in parts)
+
+
 def test_engines_of_several_layouts_take_one_refit(keep):
     trainer = keep(Trainer(make()))
     whole = keep(Engine(blank(make())))

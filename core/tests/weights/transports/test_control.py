@@ -435,3 +435,24 @@ def test_an_end_that_is_dropped_in_a_cycle_does_not_hang_the_collector(end, temp
     collecting.join(SOON)
     assert not collecting.is_alive()
     kept.close()
+
+
+@pytest.mark.parametrize("sender", [0, 1])
+def test_one_wait_is_for_two_servers(temporary: Path, sender: int) -> None:
+    """It ends with the frame, and not with the seconds that it may take."""
+    servers = [ControlServer(f"ipc://{temporary}/{number}") for number in range(2)]
+    client = ControlClient(servers[sender].endpoint)
+    client.open()
+    timer = threading.Timer(0.05, client.send, [b"here"])
+    began = time.monotonic()
+    timer.start()
+    try:
+        while not (found := servers[sender].receive(0.0)):
+            servers[0].wait(servers[1], 10 * SOON)
+            assert time.monotonic() < began + SOON
+        assert [frame for _, frame in found] == [b"here"]
+    finally:
+        timer.join()
+        client.close()
+        for server in servers:
+            server.close()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from array import array
 from contextlib import closing
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -37,6 +38,7 @@ from rl_core.weights.data.plan import (
 from rl_core.weights.data.runs import copy_run
 from rl_core.weights.receiving.loading import copiers
 from rl_core.weights.sending.sender import RefitSender
+from rl_core.weights.sending.share import Share
 from rl_core.weights.transports.base import CPU
 from rl_core.weights.transports.ipc import IPC
 
@@ -259,16 +261,19 @@ def test_a_sender_that_remembers_never_gives_another_plan(asked):
     ]
     end, sender = IPC.sender(), RefitSender(lambda: DictSource({}), name="trainer")
     line = Connection(end)
-    where = {"block_hash": HASH, "device": CPU, "receivers": []}
     with closing(end), closing(sender):
         for which, bucket_bytes, direct, skip in asked:
-            mode, way = DIRECT if direct else PACKED, {"skip": skip}
-            parts = Partition(models[which])
-            fresh = plan_of(models[which], bucket_bytes, mode, **way)
-            way["places"] = in_order(models[which])
-            buckets = sender.kept.buckets(line, parts, bucket_bytes, mode, **way, **where)
+            mode = DIRECT if direct else PACKED
+            fresh = plan_of(models[which], bucket_bytes, mode, skip=skip)
+            share: Any = Share(sender.kept, DictSource({}))
+            share.parts, share.hash, share.readers = Partition(models[which]), HASH, {}
+            share.connection, share.device = line, CPU
+            share.places = partial(
+                dict.get, dict.fromkeys([DIRECT, PACKED], in_order(models[which]))
+            )
+            buckets = share._make(mode, bucket_bytes, skip)
             assert (buckets.plan, buckets.plan.digest) == (fresh, fresh.digest)
-            assert sender.kept.buckets(line, parts, bucket_bytes, mode, **way, **where) is buckets
+            assert share._make(mode, bucket_bytes, skip) is buckets
 
 
 @pytest.mark.parametrize(

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from rl_core.weights.protocol.messages import Over
+    from rl_core.weights.transports.base import SenderEnd
     from rl_core.weights.transports.control import ControlServer
 
 __all__ = ["ConnectedRanks", "RankProcess"]
@@ -185,6 +186,11 @@ class ConnectedRanks(Ranks):
                 raise LifecycleError("the trainer was shut down", fix="build a new one")
             found = self._server.receive(timeout_s)
             return [(_RANK + key, frame) for key, frame in found if not self._is_late(key, frame)]
+
+    def wait(self, end: SenderEnd, timeout_s: float) -> None:
+        with self._turn:
+            if self._server is not None:
+                self._server.wait(end, timeout_s)
 
     def send(self, key: str, frame: bytes) -> bool:
         with self._turn:

@@ -30,6 +30,7 @@ from dataclasses import dataclass, field
 from itertools import compress, islice
 from typing import TYPE_CHECKING, Any, Literal, Self, cast, get_args
 
+import numpy as np
 import torch
 import xxhash
 
@@ -202,7 +203,10 @@ class TensorHasher:
         together: dict[torch.device, tuple[list[_Place], list[torch.Tensor]]] = {}
         for name, spec, tensor in given:
             if not tensor.is_contiguous() or tensor.dtype != spec.torch_dtype:
-                found[name] = tensor_digest(self._copied(tensor, spec))
+                every = 0, spec.numel
+                found[name] = tensor_digest(
+                    copied_digests(tensor, spec, every, self._hash, self._block)
+                )
                 continue
             place = (name, tensor.data_ptr(), tensor.nbytes)
             if place[1] in lasting:
@@ -226,18 +230,6 @@ class TensorHasher:
         runs = [tensor.detach().reshape(-1).view(torch.uint8) for tensor in tensors]
         return Hasher(runs, self._hash, self._block)
 
-    def _copied(self, tensor: torch.Tensor, spec: TensorSpec) -> list[bytes]:
-        """The digests of a tensor's blocks, each of which is copied into a buffer."""
-        dtype = spec.torch_dtype
-        step, total = self._block // dtype.itemsize, spec.numel
-        scratch = torch.empty(min(step, total), dtype=dtype, device=tensor.device)
-        digests: list[bytes] = []
-        for offset in range(0, total, step):
-            part = scratch[: total - offset]
-            copy_run(part, tensor, offset)
-            digests += Hasher([part.view(torch.uint8)], self._hash).digests()
-        return digests
-
 
 class DigestTable:
     """The digest of every part of a model, or of those that come through one lane."""
@@ -249,20 +241,10 @@ class DigestTable:
 
     def add(self, segments: Iterable[Segment], digests: Sequence[bytes], block_bytes: int) -> None:
         """Takes the block digests of segments, which come in order."""
-        position = 0
+        left = iter(digests)
         for segment in segments:
-            nbytes = segment.stop - segment.start
-            if nbytes <= block_bytes and segment.whole:
-                self.known[segment.spec.name] = digests[position]
-                position += 1
-                continue
-            blocks = -(-nbytes // block_bytes)
-            part = digests[position : position + blocks]
-            position += blocks
-            if segment.last and not self._open:
-                self.known[segment.spec.name] = tensor_digest(part)
-                continue
-            self._open += part
+            blocks = -(-(segment.stop - segment.start) // block_bytes)
+            self._open += islice(left, blocks)
             if segment.last:
                 self.known[segment.spec.name] = tensor_digest(self._open)
                 self._open = []
@@ -282,3 +264,25 @@ class DigestTable:
         owned = compress(self._manifest.owned, mask)
         found = b"".join(self.known.get(spec.name, _UNKNOWN) for spec in owned)
         return xxhash.xxh3_128_hexdigest(self._manifest.digest.encode() + mask + found)
+
+
+def same(held: bytes, now: bytes) -> bytes:
+    """A byte for each digest of a table, 1 for those that are ``held``; 0s if that is another's."""
+    if len(held) != len(now):
+        return bytes(len(now) // DIGEST_BYTES)
+    pair = (np.frombuffer(digests, np.uint64).reshape(-1, 2) for digests in (held, now))
+    found: bytes = np.equal(*pair).all(1).tobytes()
+    return found
+
+
+def copied_digests(
+    tensor: torch.Tensor, spec: TensorSpec, run: tuple[int, int], block_hash: BlockHash, size: int
+) -> list[bytes]:
+    """The digests of a run of elements (the first, how many) in a spec's dtype, block by block."""
+    (offset, count), dtype, found = run, spec.torch_dtype, list[bytes]()
+    scratch = torch.empty(min(size // dtype.itemsize, count), dtype=dtype, device=tensor.device)
+    for done in range(0, count, len(scratch)):
+        some = scratch[: count - done]
+        copy_run(some, tensor, offset + done)
+        found += Hasher([some.view(torch.uint8)], block_hash, size).digests()
+    return found

@@ -43,6 +43,8 @@ __all__ = [
     "readers_of",
     "runs_in",
     "sizes_of",
+    "union",
+    "without",
 ]
 
 #: Parts of all tensors: a Ready message has 16 bytes for each, and a frame holds half a million.
@@ -213,6 +215,17 @@ def readers_of(
     }
 
 
+def union(masks: Iterable[bytes]) -> bytes:
+    """A 1 where any of the masks has one."""
+    *_, last = masks = list(masks)
+    return reduce(or_, map(int.from_bytes, masks)).to_bytes(len(last))
+
+
+def without(mask: bytes, other: bytes) -> bytes:
+    """A 1 where the mask has one, and the other has none."""
+    return (int.from_bytes(mask) & ~int.from_bytes(other)).to_bytes(len(mask))
+
+
 def check_layout(manifest: WeightManifest, layout: Layout, peer: str) -> None:
     """Raises RefitProtocolError for boxes, sent by ``peer``, that are in no tensor."""
     for index, boxes in layout.items():
@@ -242,8 +255,8 @@ class Partition:
     cuts: Cuts = field(default_factory=dict)
 
     @classmethod
-    def of(cls, whole: WeightManifest, layouts: Iterable[Layout], last: Self | None = None) -> Self:
-        """The coarsest one in which each piece is some parts; ``last`` itself if it is the same."""
+    def of(cls, whole: WeightManifest, layouts: Iterable[Layout]) -> Self:
+        """The coarsest one in which each piece is some parts."""
         edges: dict[int, list[set[int]]] = {}
         for layout in layouts:
             for index, boxes in layout.items():
@@ -257,10 +270,9 @@ class Partition:
             for index, found in sorted(edges.items())
             if any(found)
         }
-        return cls(whole, cuts)._limited(last)
+        return cls(whole, cuts)
 
-    def _limited(self, last: Self | None) -> Self:
-        """Itself, or ``last`` if that is the same, unless there are too many parts."""
+    def __post_init__(self) -> None:
         counts = (math.prod(len(at) + 1 for at in inner) for inner in self.cuts.values())
         if (parts := len(self.whole.owned) + sum(counts)) > _MOST_PARTS:
             raise RefitProtocolError(
@@ -269,15 +281,16 @@ class Partition:
                 phase="PREPARE",
                 fix="give fewer and larger pieces",
             )
-        return last if last == self and last is not None else self
 
     @classmethod
     def checked(cls, whole: WeightManifest, cuts: Cuts, last: Self | None = None) -> Self:
-        """The partition with cuts that another process sent.
+        """The partition with cuts that another process sent; ``last`` if it has these.
 
         Raises:
             RefitProtocolError: They are no cuts of these tensors.
         """
+        if last is not None and last.cuts == cuts and last.whole == whole:
+            return last
         for index, inner in cuts.items():
             known = 0 <= index < len(whole.owned)
             shape = whole.owned[index].shape if known else ()
@@ -293,7 +306,7 @@ class Partition:
                 raise RefitProtocolError(
                     "the sender's cuts do not fit these tensors", phase="PREPARE"
                 )
-        return cls(whole, dict(cuts))._limited(last)
+        return cls(whole, dict(cuts))
 
     @cached_property
     def _parts(self) -> tuple[WeightManifest, list[int]]:
@@ -405,30 +418,12 @@ class Partition:
             for rank in here
         }
 
-    def check_kept(self, masks: Sequence[bytes]) -> None:
-        """Raises ManifestMismatchError for a part that is in no engine's mask."""
-        if any(0 not in mask for mask in masks):
-            return
-        kept = map(any, zip(*masks, strict=True))
-        if lost := [p.name for p, keep in zip(self.manifest.owned, kept, strict=True) if not keep]:
-            raise ManifestMismatchError(
-                f"no engine keeps {lost[0]} ({len(lost)} parts of tensors)",
-                fix="make the pieces of the weight sinks cover every tensor",
-                missing=lost,
-            )
-
-    def whole_tensors(self, skip: bytes, masks: Sequence[bytes]) -> bytes:
-        """Parts that are left out, if a tensor is sent whole or not at all.
-
-        Args:
-            skip: A byte for each part, 1 for those that no engine needs.
-            masks: Of engines; parts that none keeps are never sent.
-        """
+    def whole_tensors(self, skip: bytes) -> bytes:
+        """A mask of the parts to leave out, where a tensor is sent whole or not at all."""
         left_out = bytearray(skip)
         for parts in map(self.of_tensor, self.cuts):
             if not all(skip[parts.start : parts.stop]):
-                for n in parts:
-                    left_out[n] = not any(mask[n] for mask in masks)
+                left_out[parts.start : parts.stop] = bytes(len(parts))
         return bytes(left_out)
 
     def has(self, layout: Layout) -> bool:

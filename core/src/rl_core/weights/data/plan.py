@@ -201,7 +201,6 @@ def make_plan(
     parts: Partition,
     bucket_bytes: int,
     mode: DataMode = DataMode.PACKED,
-    *,
     skip: bytes = b"",
     block: int = BLOCK,
     places: LanePlaces = _NOWHERE,

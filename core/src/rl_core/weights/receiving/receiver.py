@@ -548,8 +548,8 @@ class ReceiveJob(Job[ReceiverSession]):
             if lasting is not None:
                 plans[rank] = lasting.lanes[rank].plan
             else:
-                block, at = block_hash.block, info.places
-                plans[rank] = make_plan(parts, how[0], mode, skip=info.skip, block=block, places=at)
+                size = block_hash.block
+                plans[rank] = make_plan(parts, how[0], mode, info.skip, size, info.places)
             if plans[rank].digest != info.plan:
                 raise RefitProtocolError(
                     "sender and receiver made different plans", phase="PREPARE"
@@ -562,7 +562,9 @@ class ReceiveJob(Job[ReceiverSession]):
                 self.pump(_LAST_WORD_S)  # a sender that gives up sends that before it closes memory
                 raise
             self._lanes[rank].ends = self.session.deadline
-        if lasting is None:
+        before = [it.places for it in kept.values()]
+        same = [it for it in before if it.parts is parts and it.expected is expected]
+        if not same:
             compare(wire, expected)
         receiver.always_sent = {wire.root(name) for name in sink.always_sent}
         if parts is not receiver.parts:  # or digests of other parts would outlast what is written
@@ -595,14 +597,16 @@ class ReceiveJob(Job[ReceiverSession]):
         self._sink = sink
         data = {rank: lane.data for rank, lane in self._lanes.items()}
         if lasting is None or not lasting.fits(sink, data):
-            pieces = sink.pieces()
-            if kept_of(wire, expected, pieces) != self.trainer.keeps:
-                raise RefitAborted(
-                    f"{receiver.name}: the engine keeps other pieces than it did when it was "
-                    "prepared",
-                    fix="call prepare_refit_info again, and refit",
-                )
-            places = Places(sink, parts, expected, pieces)
+            places = next((it for it in same if it.serves(sink)), None)
+            if places is None:
+                pieces = sink.pieces()
+                if kept_of(wire, expected, pieces) != self.trainer.keeps:
+                    raise RefitAborted(
+                        f"{receiver.name}: the engine keeps other pieces than it did when it was "
+                        "prepared",
+                        fix="call prepare_refit_info again, and refit",
+                    )
+                places = Places(sink, parts, expected, pieces)
             made = {
                 rank: ReceiverBuckets(
                     places, plan, data[rank], block_hash, prepare.lanes[rank].reads

@@ -10,7 +10,7 @@ import msgspec
 import torch
 
 from rl_core.errors import ManifestMismatchError
-from rl_core.weights.data.digests import Hasher
+from rl_core.weights.data.digests import Hasher, copied_digests
 from rl_core.weights.data.parts import Part, box_of, narrowed, sizes_of
 from rl_core.weights.data.runs import copy_run
 
@@ -60,16 +60,11 @@ class SenderBuckets:
 
     def _digests_of(self, segment: Segment) -> list[bytes]:
         """The digests of one segment's blocks, each of which is copied if it has strides."""
-        data, size, dtype = self.lane.data, self.plan.block_bytes, segment.spec.torch_dtype
+        data, size = self.lane.data, self.plan.block_bytes
         if not segment.strides:
             return Hasher([data[segment.start : segment.stop]], self.block_hash, size).digests()
-        part, found = segment.part_in(data), list[bytes]()
-        scratch = data.new_empty(min(size, segment.stop - segment.start)).view(dtype)
-        for done in range(0, segment.elements, len(scratch)):
-            some = scratch[: segment.elements - done]
-            copy_run(some, part, segment.offset + done)
-            found += Hasher([some.view(torch.uint8)], self.block_hash, size).digests()
-        return found
+        part, run = segment.part_in(data), (segment.offset, segment.elements)
+        return copied_digests(part, segment.spec, run, self.block_hash, size)
 
     def detach(self) -> None:
         """Drops all views of the lane, so that its memory is unmapped."""
@@ -181,7 +176,7 @@ def sent_parts(
     with closing(checked_tensors(source, [manifest.by_name[name] for name in of])) as given:
         for spec, tensor in given:
             for one in of[spec.name]:
-                yield one, narrowed(tensor, box_of(spec), one)
+                yield one, narrowed(tensor, box_of(spec), one) if isinstance(one, Part) else tensor
 
 
 def checked_tensors(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import secrets
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -75,7 +76,6 @@ class RankJob(Job[RankSession]):
         self._channel: Channel
         self._answered = True  # the next Hello opens a connection
         self._verifies = True
-        self._parts: Partition | None = None
         self._due: Iterator[tuple[int, str]] = iter(())  # buckets that rank 0 will want
 
     def refit(self) -> dict[str, Any]:  # noqa: D102
@@ -147,7 +147,8 @@ class RankJob(Job[RankSession]):
             case messages.HashParts():
                 private, token = message.private, message.token
                 parts = self._cut(message.dtypes, message.cuts, message.mask)
-                share.agree(parts, BlockHash.named(message.hash, private=private, token=token))
+                share.parts = parts
+                share.hash = BlockHash.named(message.hash, private=private, token=token)
                 mode, size = DataMode.PACKED, message.bucket_bytes
                 found = share.digests(mode, size, parts, message.mask).flat
                 at = [n * DIGEST_BYTES for n, here in enumerate(message.mask) if here]
@@ -174,9 +175,9 @@ class RankJob(Job[RankSession]):
             end = self.endpoint.runtime.transport(transport).rank(message.address)
             connection = connections[transport] = Connection(end, message.address)
         end, parts = connection.end, self._cut(message.dtypes, message.cuts, message.skip)
-        share.agree(parts, BlockHash.named(message.hash, private=end.private, token=message.token))
-        device = end.lane_device(share.own, message.gpus)
-        share.connect(connection, device, message.readers)
+        share.parts, share.connection, share.readers = parts, connection, message.readers
+        share.hash = BlockHash.named(message.hash, private=end.private, token=message.token)
+        share.device = end.lane_device(share.own, message.gpus)
         if message.direct and (reason := share.move(len(message.dtypes), wanted=False)):
             return messages.RankPrepared(message.session, reason=reason)
         mode = DataMode.DIRECT if message.direct else DataMode.PACKED
@@ -192,8 +193,8 @@ class RankJob(Job[RankSession]):
     def _cut(self, dtypes: Mapping[str, str], cuts: Any, mask: bytes) -> Partition:
         assert self._share is not None
         wire = self._kept.wire_of(self._share.manifest, dtypes)
-        self._parts = Partition.checked(wire, cuts, self._parts or self._kept.parts)
-        self._kept.parts = self._parts
-        if mask and len(mask) != len(self._parts.manifest.owned):
+        of = (wire, cuts)
+        parts: Partition = self._kept.same("parts", of, partial(Partition.checked, *of))
+        if mask and len(mask) != len(parts.manifest.owned):
             raise RefitProtocolError("rank 0 and this rank count different parts")
-        return self._parts
+        return parts

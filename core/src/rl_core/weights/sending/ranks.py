@@ -10,6 +10,7 @@ if TYPE_CHECKING:
 
     from rl_core.errors import RLError
     from rl_core.weights.protocol.messages import Abort, Over
+    from rl_core.weights.transports.base import SenderEnd
     from rl_core.weights.transports.control import ControlClient
 
 __all__ = ["Ranks"]
@@ -57,6 +58,10 @@ class Ranks(ABC):
         Raises:
             LifecycleError: They were closed.
         """
+
+    @abstractmethod
+    def wait(self, end: SenderEnd, timeout_s: float) -> None:
+        """Until a frame or a loss is there to be received, here or at ``end``, or for so long."""
 
     @abstractmethod
     def send(self, key: str, frame: bytes) -> bool:

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import secrets
-from functools import reduce
+from functools import partial
 from itertools import compress
-from operator import or_
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -14,15 +13,14 @@ import torch
 from rl_core.errors import (
     ConfigError,
     LifecycleError,
-    ManifestMismatchError,
     RefitAborted,
     RefitError,
     RefitProtocolError,
 )
 from rl_core.plugins import hookspecs
-from rl_core.weights.data.digests import DIGEST_BYTES, BlockHash, DigestTable
-from rl_core.weights.data.parts import Partition, check_layout, readers_of
-from rl_core.weights.data.plan import DataMode
+from rl_core.weights.data.digests import DIGEST_BYTES, BlockHash, DigestTable, same
+from rl_core.weights.data.parts import readers_of, union, without
+from rl_core.weights.data.plan import DataMode, make_plan
 from rl_core.weights.job import Job
 from rl_core.weights.protocol import messages
 from rl_core.weights.protocol.frames import Channel, read_hello
@@ -41,6 +39,7 @@ from rl_core.weights.protocol.session import (
 )
 from rl_core.weights.protocol.timing import CAUSE_S, TICK_S
 from rl_core.weights.report import RefitReport
+from rl_core.weights.sending.agreement import Agreement
 from rl_core.weights.sending.share import Share
 
 if TYPE_CHECKING:
@@ -49,7 +48,7 @@ if TYPE_CHECKING:
     from rl_core.interfaces.weights import WeightSource
     from rl_core.weights.connections import Connection
     from rl_core.weights.data.manifest import WeightManifest
-    from rl_core.weights.data.parts import Layout
+    from rl_core.weights.data.parts import Layout, Partition
     from rl_core.weights.data.plan import TransferPlan
     from rl_core.weights.job import Endpoint
     from rl_core.weights.options import SendOptions
@@ -64,8 +63,6 @@ __all__ = ["SendJob"]
 
 #: Seconds between two events that tell of progress; short refits have none.
 _PROGRESS_S = 1.0
-#: Seconds between two looks at the one of two sockets while the other is waited for.
-_LOOK_S = 0.001
 
 
 class SendJob(Job[SenderSession]):
@@ -84,9 +81,9 @@ class SendJob(Job[SenderSession]):
     ) -> None:
         self.options = options
         self.version = version
-        self._connection = connection
         self._end = connection.end
         self._share = Share(kept, source)
+        self._share.connection = connection
         self._kept, self._ranks = kept, ranks
         offer = messages.Offer(
             secrets.token_hex(16),
@@ -116,14 +113,11 @@ class SendJob(Job[SenderSession]):
         # What receivers want decides on these; they are set with the plan.
         self._ready: Mapping[str, messages.Ready]
         self._dtypes: dict[str, str]
-        self._casts: int
         self._wire: WeightManifest
         self._layouts: dict[int, Layout]  # by rank
         self._parts: Partition
         self._keeps: dict[str, bytes]  # by connection
         self._takes: dict[int, dict[str, bytes]]  # by rank and connection, what comes from it
-        self._device: torch.device
-        self._hash: BlockHash
         self._plans: dict[int, TransferPlan] = {}  # by rank
         self._extra_bytes = 0
         self._reported_at = endpoint.runtime.clock()
@@ -167,12 +161,12 @@ class SendJob(Job[SenderSession]):
             before, hashed, now = kept.committed, kept.committed_hash, self._table
             if committed:  # whatever follows, this version is these weights and no others
                 kept.version, kept.committed = self.version, now
-                kept.committed_hash, kept.committed_parts = self._hash, self._parts
+                kept.committed_hash, kept.committed_parts = self._share.hash, self._parts
             if session.error is not None:
                 self._name_lost_rank()
                 raise session.error
             unchanged = None
-            if before is not None and now is not None and hashed == self._hash:
+            if before is not None and now is not None and hashed == self._share.hash:
                 unchanged = sum(before.known.get(n) == digest for n, digest in now.known.items())
             return self._report(unchanged).as_dict()
         finally:
@@ -202,12 +196,8 @@ class SendJob(Job[SenderSession]):
         """What has arrived from receivers and ranks; waits for the first."""
         if self._ranks is None:
             return self._end.receive(timeout_s)
-        for _ in range(max(1, int(timeout_s / _LOOK_S))):
-            found = self._ranks.receive(0.0)
-            found += self._end.receive(0.0 if found else min(timeout_s, _LOOK_S))
-            if found:
-                return found
-        return []
+        self._ranks.wait(self._end, timeout_s)
+        return [*self._ranks.receive(0.0), *self._end.receive(0.0)]
 
     def _take(self, key: str, frame: bytes) -> list[Effect]:
         ranks, channel = self._ranks, self._channels.get(key)
@@ -334,43 +324,32 @@ class SendJob(Job[SenderSession]):
         kept, share, answers = self._kept, self._share, list(ready.values())
         self._ready, manifest = ready, share.manifest
         self._dtypes = answers[0].dtypes
-        self._casts = len(self._dtypes)
         self._wire = kept.wire_of(manifest, self._dtypes)
-        for key, answer in ready.items():
-            check_layout(self._wire, answer.keeps, self.session.peers[key].name)
         share.look()
-        self._device = self._end.lane_device(share.own, [r.gpus for r in answers])
-        self._hash = BlockHash.choose(self._device, private=self._end.private, token=kept.token)
+        share.device = self._end.lane_device(share.own, [r.gpus for r in answers])
+        share.hash = BlockHash.choose(share.device, private=self._end.private, token=kept.token)
         self._layouts = {0: share.layout}
         for rank, its in ranks.items():
             assert self._ranks is not None
             self._ranks.introduce(rank, its.pid, its.host)
-            check_layout(self._wire, its.keeps, self._ranks.names[rank])
             self._ranks.check_state(rank, its.state, share.source.state)
             self._layouts[rank] = its.keeps
-        layouts: list[Layout] = [*self._layouts.values(), *(r.keeps for r in answers)]
-        self._parts = kept.parts = Partition.of(self._wire, layouts, kept.parts)
-        self._keeps = {key: self._parts.mask(r.keeps) for key, r in ready.items()}
-        parts = self._parts.manifest.owned
-        self._parts.check_kept(list(self._keeps.values()))
-        hosts = {rank: its.host for rank, its in ranks.items()}
-        hosts[0] = self._ranks.host if self._ranks is not None else ""
-        hosts = {rank: host.partition(" ")[0] for rank, host in hosts.items()}
-        engines = {key: (answer.host, self._keeps[key]) for key, answer in ready.items()}
-        self._takes = self._parts.shared_out(self._layouts, engines, hosts)
-        for key, keeps in self._keeps.items():
-            taken = reduce(or_, (int.from_bytes(its[key]) for its in self._takes.values()))
-            given = taken.to_bytes(len(parts))
-            if lacking := [parts[n] for n, keep in enumerate(keeps) if keep > given[n]]:
-                raise ManifestMismatchError(
-                    f"the trainer has no {lacking[0].name}, which {self.session.peers[key].name} "
-                    f"keeps ({len(lacking)} parts of tensors are missing)",
-                    fix="make the pieces of the weight source cover every tensor",
-                    missing=[part.name for part in lacking],
-                )
-        share.agree(self._parts, self._hash)
-        receivers = [hello.receiver for hello in self.session.peers.values()]
-        share.connect(self._connection, self._device, dict.fromkeys(receivers, b""))
+        peers = self.session.peers
+        names: dict[Any, str] = {hello.receiver: hello.name for hello in peers.values()}
+        names |= enumerate(self._ranks.names if self._ranks is not None else [""])
+        keeps = {peers[key].receiver: answer.keeps for key, answer in ready.items()}
+        hosts: dict[Any, str] = {peers[key].receiver: answer.host for key, answer in ready.items()}
+        hosts |= {rank: its.host.partition(" ")[0] for rank, its in ranks.items()}
+        hosts[0] = self._ranks.host.partition(" ")[0] if self._ranks is not None else ""
+        of = (self._wire, self._layouts, keeps, hosts)
+        agreed = kept.same("agreement", of, partial(Agreement, *of, names))
+        self._parts = share.parts = agreed.parts
+        self._keeps = {key: agreed.keeps[peers[key].receiver] for key in ready}
+        self._takes = {
+            rank: {key: its[peers[key].receiver] for key in ready}
+            for rank, its in agreed.takes.items()
+        }
+        share.readers = {hello.receiver: b"" for hello in peers.values()}
         direct = self._move_tensors()
         if not self._same and not any(any(self._holds(answer)) for answer in answers):
             if self.options.verify != "none":
@@ -392,7 +371,7 @@ class SendJob(Job[SenderSession]):
             transport = self.options.transport
             reason = f"the transport {transport} does not share memory"
         else:
-            reason = self._share.move(self._casts, wanted=self.options.mode == "direct")
+            reason = self._share.move(len(self._dtypes), wanted=self.options.mode == "direct")
         return self._is_direct(reason)
 
     def _is_direct(self, reason: str) -> bool:
@@ -418,7 +397,7 @@ class SendJob(Job[SenderSession]):
             direct: How this refit is.
         """
         mode = DataMode.DIRECT if direct else DataMode.PACKED
-        size = self.options.bucket_for(self._device, mode)
+        size = self.options.bucket_for(self._share.device, mode)
         table, everything = DigestTable(parts.manifest), b"\1" * len(parts.manifest.owned)
         once = parts.shared_out(self._layouts, {"": ("", everything)}, {})
         gives = {rank: its[""] for rank, its in once.items()}
@@ -429,7 +408,7 @@ class SendJob(Job[SenderSession]):
                 dict(parts.cuts),
                 gives[rank],
                 size,
-                self._hash.kind,
+                self._share.hash.kind,
                 self._end.private,
                 self._kept.token,
             )
@@ -458,28 +437,20 @@ class SendJob(Job[SenderSession]):
 
     def _skipped(self) -> bytes:
         """A byte for each part, 1 for those that no engine needs; empty if all are needed."""
-        masks, answers = list(self._keeps.values()), list(self._ready.values())
-        holds, now = [b"" for _ in answers], b""
+        masks, now = list(self._keeps.values()), b""
         if self._table is not None and self._table.known:
-            holds, now = [self._holds(answer) for answer in answers], self._table.flat
-        elif not any(0 in keeps for keeps in masks):
-            return b""
-        at = [slice(n * DIGEST_BYTES, (n + 1) * DIGEST_BYTES) for n in range(len(masks[0]))]
-        skip = bytes(
-            all(
-                not keeps[n] or (held and held[one] == now[one])
-                for keeps, held in zip(masks, holds, strict=True)
-            )
-            for n, one in enumerate(at)
-        )
+            now = self._table.flat
+            held = [self._holds(answer) for answer in self._ready.values()]
+            masks = [without(keeps, same(its, now)) for keeps, its in zip(masks, held, strict=True)]
+        skip = without(b"\1" * len(masks[0]), union(masks))
         if self.options.isolation == "staged":  # a second copy has all of a tensor, or nothing
-            skip = self._parts.whole_tensors(skip, masks)
+            skip = self._parts.whole_tensors(skip)
         return skip if any(skip) else b""
 
     def _prepare_lanes(self, direct: bool) -> list[Effect]:
         """Has every rank make its lane, from which the receivers that keep its parts read."""
         mode = DataMode.DIRECT if direct else DataMode.PACKED
-        size, skip = self.options.bucket_for(self._device, mode), self._skipped()
+        size, skip = self.options.bucket_for(self._share.device, mode), self._skipped()
         ids = {key: hello.receiver for key, hello in self.session.peers.items()}
         needed = ~int.from_bytes(skip)
         idle = [key for key, keeps in self._keeps.items() if not int.from_bytes(keeps) & needed]
@@ -496,7 +467,7 @@ class SendJob(Job[SenderSession]):
                 skips[rank],
                 size,
                 direct,
-                self._hash.kind,
+                self._share.hash.kind,
                 self._kept.token,
                 self.options.transport,
                 dict(self._end.address),
@@ -507,8 +478,7 @@ class SendJob(Job[SenderSession]):
         }
 
         def own() -> None:
-            own_readers = {ids[key]: reads for key, reads in readers[0].items()}
-            self._share.connect(self._connection, self._device, own_readers)
+            self._share.readers = {ids[key]: reads for key, reads in readers[0].items()}
             buckets = self._share.prepare(mode, size, skips[0], self._table)
             buckets.lane.ends = self.session.deadline
             self._plans = {0: buckets.plan}
@@ -522,8 +492,8 @@ class SendJob(Job[SenderSession]):
             for rank in self._layouts:
                 places = answers[rank].places if rank else self._share.places(mode)
                 if rank:
-                    how = (size, mode, skips[rank], self._hash.block, places)
-                    plan = self._plans[rank] = self._kept.plan_of(rank, self._parts, *how)
+                    of = (self._parts, size, mode, skips[rank], self._share.hash.block, places)
+                    plan = self._plans[rank] = self._kept.same(rank, of, partial(make_plan, *of))
                     if plan.digest != answers[rank].plan:
                         text = f"rank {rank} and rank 0 made different plans"
                         raise RefitProtocolError(text, phase="PREPARE", rank=rank)
@@ -545,7 +515,7 @@ class SendJob(Job[SenderSession]):
                     dict(self._parts.cuts),
                     lanes,
                     self.session.remaining_s,
-                    self._hash.kind,
+                    self._share.hash.kind,
                 )
             self._plans = {rank: plan for rank, plan in self._plans.items() if readers[rank]}
             if self._table is not None:
@@ -602,11 +572,11 @@ class SendJob(Job[SenderSession]):
 
     def _check_same(self, now: DigestTable | None) -> None:
         """Raises unless the weights are those that the other engines serve."""
-        before, hashed = self._kept.committed, self._kept.committed_hash
-        if hashed is not None and hashed != self._hash:
+        before, hashed, now_with = self._kept.committed, self._kept.committed_hash, self._share.hash
+        if hashed is not None and hashed != now_with:
             raise LifecycleError(
                 f"{self.endpoint.name}: version {self.version} was hashed with {hashed.kind}, and "
-                f"this refit hashes with {self._hash.kind}: nothing shows whether the weights "
+                f"this refit hashes with {now_with.kind}: nothing shows whether the weights "
                 "are the same",
                 fix="use the transport and device of the refit that committed this version",
                 version=self.version,
@@ -641,7 +611,7 @@ class SendJob(Job[SenderSession]):
             tensors=tensors,
             skipped=len(self._wire.owned) - tensors,
             unchanged=unchanged,
-            cast=self._casts,
+            cast=len(self._dtypes),
             buckets=sum(len(plan.buckets) for plan in plans),
             receivers=self.options.receivers,
             transport=self.options.transport,

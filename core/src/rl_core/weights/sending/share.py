@@ -8,10 +8,12 @@ from typing import TYPE_CHECKING
 import torch
 
 from rl_core.errors import RefitError
+from rl_core.weights.connections import keep_two
 from rl_core.weights.data.digests import DigestTable, TensorHasher
 from rl_core.weights.data.parts import LanePlaces, layout_of
-from rl_core.weights.data.plan import ALIGN, DataMode
+from rl_core.weights.data.plan import ALIGN, SLOTS, DataMode, make_plan
 from rl_core.weights.sending.packing import Packer, SenderBuckets, sent_parts
+from rl_core.weights.transports.base import NoLane
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -25,6 +27,8 @@ if TYPE_CHECKING:
 
 __all__ = ["Share"]
 
+_NO_LANE = NoLane()
+
 
 class Share:
     """One rank's side of the bytes, for one refit.
@@ -37,17 +41,23 @@ class Share:
         manifest: The source's.
         layout: The boxes of its pieces; set by :meth:`look`, as what follows.
         own: The device of the tensors.
+        parts: What is sent are some of these; set by who knows it, as what follows.
+        hash: Of the digests.
+        connection: Which the lane will be on.
+        device: Where.
+        readers: For whom, as of :class:`Packer`.
+        buckets: What is sent; set by :meth:`prepare`.
     """
 
+    buckets: SenderBuckets
     layout: Layout
     own: torch.device
     _pieces: Sequence[Piece] | None
-    # What :meth:`agree` and :meth:`connect` set.
-    _connection: Connection[SenderEnd]
-    _device: torch.device
-    _readers: Mapping[str, bytes]
-    _parts: Partition
-    _hash: BlockHash
+    connection: Connection[SenderEnd]
+    device: torch.device
+    readers: Mapping[str, bytes]
+    parts: Partition
+    hash: BlockHash
 
     def __init__(self, kept: Kept, source: WeightSource) -> None:
         self.manifest = kept.manifest_of(source)
@@ -69,22 +79,6 @@ class Share:
         self._pieces = self.source.pieces()
         self.layout = layout_of(self.manifest, self._pieces, sends=True)
 
-    def agree(self, parts: Partition, block_hash: BlockHash) -> None:
-        """Takes what all ranks have agreed on."""
-        self._parts, self._hash = parts, block_hash
-
-    def connect(
-        self, connection: Connection[SenderEnd], device: torch.device, readers: Mapping[str, bytes]
-    ) -> None:
-        """Takes where the lane will be, and for whom; readers as of :class:`Packer`."""
-        self._connection, self._device, self._readers = connection, device, readers
-
-    @property
-    def buckets(self) -> SenderBuckets:
-        """What is sent."""
-        assert self._packer is not None, "there is a plan"
-        return self._packer.buckets
-
     @property
     def extra_bytes(self) -> int:
         """Bytes of memory that were made for the lane."""
@@ -101,7 +95,7 @@ class Share:
         Raises:
             RefitError: It is wanted, and memory lacks.
         """
-        end, moved, pieces = self._connection.end, self._kept.moved, self._pieces
+        end, moved, pieces = self.connection.end, self._kept.moved, self._pieces
         if not end.reads_memory:
             return "the transport does not share memory"
         if end.reason_not_shareable:
@@ -112,8 +106,8 @@ class Share:
             return "the weight source computes its tensors during the refit"
         if not pieces:
             return ""  # this rank has nothing
-        lane = self._connection.lanes.get((DataMode.DIRECT, 0))
-        same = moved.lane is lane and lane.data.device == self._device
+        lane = self.connection.lanes.get((DataMode.DIRECT, 0))
+        same = moved.lane is lane and lane.data.device == self.device
         if same and moved.lie_there(self.manifest, pieces):
             return ""
         if not wanted and moved.lacked[0] is self.manifest:
@@ -121,12 +115,12 @@ class Share:
 
         def lane_of(nbytes: int) -> Lane:
             sizes = range(nbytes, nbytes + 1)
-            how = (DataMode.DIRECT, sizes, self._device, [*self._readers])
-            return self._kept.lane(self._connection, *how)
+            how = (DataMode.DIRECT, sizes, self.device, [*self.readers])
+            return self._kept.lane(self.connection, *how)
 
         try:
             others = self.source.memory_users()
-            return moved.move(self.manifest, pieces, others, self._device, lane_of)
+            return moved.move(self.manifest, pieces, others, self.device, lane_of)
         except (RefitError, torch.OutOfMemoryError) as error:
             cause = str(error).splitlines()[0]
             reason = f"the tensors cannot be moved to memory that engines read: {cause}"
@@ -144,18 +138,18 @@ class Share:
         """Where the parts are, if they are in a direct lane."""
         if mode is DataMode.PACKED:
             return LanePlaces()
-        return self._kept.moved.places(self._parts, self._pieces or ())
+        return self._kept.moved.places(self.parts, self._pieces or ())
 
     def prepare(
         self, mode: DataMode, bucket_bytes: int, skip: bytes, table: DigestTable | None
     ) -> SenderBuckets:
         """Makes the buckets of all parts but those with a 1 in ``skip``, and memory for them."""
-        buckets = self._make(mode, bucket_bytes, skip)
+        buckets = self.buckets = self._make(mode, bucket_bytes, skip)
         sent, cut = buckets.plan.sent, self._pieces if self.layout else None
         given = None
         if mode is DataMode.PACKED:
-            given = sent_parts(self.source, self._parts, self.manifest, sent, cut)
-        self._packer = Packer(buckets, given, table, self._readers)
+            given = sent_parts(self.source, self.parts, self.manifest, sent, cut)
+        self._packer = Packer(buckets, given, table, self.readers)
         return buckets
 
     def put(self, index: int) -> bytes:
@@ -168,20 +162,20 @@ class Share:
     ) -> DigestTable:
         """Those of the parts with a 1 in ``mask`` as they are now, in the dtypes that travel."""
         table = DigestTable(parts.manifest)
-        if mode is DataMode.DIRECT and parts is self._parts and 0 not in mask:
+        if mode is DataMode.DIRECT and parts is self.parts and 0 not in mask:
             whole = self._make(mode, bucket_bytes, b"")
             for index, part in enumerate(whole.plan.buckets):
                 table.add(part.segments, whole.digests(index), whole.plan.block_bytes)
             return table
-        block = min(self._hash.block, bucket_bytes // ALIGN * ALIGN)
+        block = min(self.hash.block, bucket_bytes // ALIGN * ALIGN)
         # Only tensors that stay can be hashed together on a device.
-        fold, pieces = self._hash.kind == "fold", self._pieces or ()
+        fold, pieces = self.hash.kind == "fold", self._pieces or ()
         lasting = {p.tensor.data_ptr() for p in pieces if fold and p.tensor is not None}
         mine = [index for index, here in enumerate(mask) if here]
         cut = self._pieces if self.layout else None
         with closing(sent_parts(self.source, parts, self.manifest, mine, cut)) as given:
             named = ((spec.name, spec, tensor) for spec, tensor in given)
-            table.known.update(TensorHasher(self._hash, block).digests(named, lasting))
+            table.known.update(TensorHasher(self.hash, block).digests(named, lasting))
         return table
 
     def close(self) -> None:
@@ -191,18 +185,20 @@ class Share:
         self._closed = True
         if self._packer is not None:
             self._packer.close()
+        vars(self).pop("buckets", None)
         self._packer = self._pieces = None  # or views that the next refit makes anew would stay
         self.source.close()
 
     def _make(self, mode: DataMode, bucket_bytes: int, skip: bytes) -> SenderBuckets:
-        return self._kept.buckets(
-            self._connection,
-            self._parts,
-            bucket_bytes,
-            mode,
-            skip=skip,
-            block_hash=self._hash,
-            device=self._device,
-            places=self.places(mode),
-            receivers=[*self._readers],
-        )
+        """The buckets of a refit, and memory for them: those of the last refits, where they fit."""
+        kept, parts, how, at = self._kept, self.parts, self.hash, self.places(mode)
+        key = (self.connection, parts.manifest.digest, bucket_bytes, mode, skip, how, at)
+        cached = kept.connections.buckets.get(key)
+        plan = cached.plan if cached else make_plan(parts, bucket_bytes, mode, skip, how.block, at)
+        lane = kept.moved.lane if plan.buckets else _NO_LANE
+        if plan.buckets and mode is DataMode.PACKED:
+            sizes = range(plan.lane_bytes, 1 + max(plan.lane_bytes, SLOTS * bucket_bytes))
+            lane = kept.lane(self.connection, mode, sizes, self.device, [*self.readers])
+        if cached is None or cached.lane is not lane:
+            cached = SenderBuckets(plan, lane, how)
+        return keep_two(kept.connections.buckets, key, cached)

@@ -93,14 +93,12 @@ class _MonitoredSocket:
         self.socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, _SILENCE_MS)
         self.socket.setsockopt(zmq.HANDSHAKE_IVL, _SILENCE_MS)
         self._monitor: _Socket = self.socket.get_monitor_socket(events)
-        self._poller = zmq.Poller()
-        self._poller.register(self.socket, zmq.POLLIN)
-        self._poller.register(self._monitor, zmq.POLLIN)
+        self.sockets = [self.socket, self._monitor]
         self.losses = 0
 
     def wait(self, timeout_s: float) -> None:
         """Until a frame is there or a connection is lost, or for so long."""
-        self._poller.poll(int(timeout_s * 1000))
+        zmq.select(self.sockets, [], [], timeout_s)
         self.look()
 
     def look(self) -> None:
@@ -174,6 +172,14 @@ class ControlServer:
                 frames.append((parts[0].hex(), parts[1]))
         self._connections.update({key for key, _ in frames}.difference(self._departed))
         return frames
+
+    def wait(self, other: object, timeout_s: float) -> None:
+        """Until there is something to receive here or at another server, or for so long."""
+        both = [one for one in (self, other) if isinstance(one, ControlServer)]
+        sockets = [socket for one in both for socket in one._monitored.sockets]
+        if len(both) == 1 or any(one._unidentified for one in both):  # some other thing, or a loss
+            timeout_s = min(timeout_s, _LOOK_S)
+        zmq.select(sockets, [], [], timeout_s)
 
     def send(self, key: str, frame: bytes) -> bool:
         """Sends to one connection; False if it was lost, or no longer reads."""
