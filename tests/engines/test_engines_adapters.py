@@ -28,7 +28,7 @@ from rl_conformance.faults import (
 from rl_conformance.weights import engine_weights, policy_weights, same_weights
 from rl_core.errors import CapabilityError, ConfigError, ManifestMismatchError, RefitError
 from rl_core.weights import refit
-from rl_core.weights.sending.kept import Kept
+from rl_core.weights.sending.share import Share
 from rl_hosting import LocalCluster
 
 if TYPE_CHECKING:
@@ -91,7 +91,7 @@ def same_rows(one: BatchedDataDict[Any], other: BatchedDataDict[Any]) -> bool:
 def flipped_byte() -> Iterator[None]:
     """A byte of the first bucket is another one than the trainer hashed."""
     lanes: list[Any] = []
-    honest = Kept.buckets
+    honest = Share.prepare
 
     def remember(*args: Any, **options: Any) -> Any:
         layout = honest(*args, **options)
@@ -101,7 +101,7 @@ def flipped_byte() -> Iterator[None]:
     def flip() -> None:
         lanes[-1].data[5] ^= 64
 
-    with mock.patch.object(Kept, "buckets", remember), at_the_first_bucket(flip):
+    with mock.patch.object(Share, "prepare", remember), at_the_first_bucket(flip):
         yield
 
 

@@ -106,9 +106,15 @@ def modes_of(policy: ColocatablePolicyInterface) -> list[str]:
     given = source() if source is not None else None
     pieces = given.pieces() if given is not None else None
     # What shares its storage with tensors that the source does not name stays where it is.
-    in_place = pieces is not None and (
-        bool(given.memory_users())
-        or all(piece.tensor.untyped_storage().nbytes() == piece.tensor.nbytes for piece in pieces)
+    in_place = (
+        given is not None
+        and pieces is not None
+        and (
+            bool(given.memory_users())
+            or all(
+                piece.tensor.untyped_storage().nbytes() == piece.tensor.nbytes for piece in pieces
+            )
+        )
     )
     return [mode for mode in MODES if mode != "direct" or in_place]
 

@@ -26,7 +26,7 @@ from rl_conformance.training import NegativeLogLikelihood, training_batch
 from rl_conformance.weights import same_weights
 from rl_core.errors import LifecycleError, RefitCorrupted, RefitError, RLError
 from rl_core.weights.protocol.messages import BucketReady
-from rl_core.weights.sending.kept import Kept
+from rl_core.weights.sending.share import Share
 from rl_core.weights.transports.control import ControlClient, ControlServer
 
 if TYPE_CHECKING:
@@ -162,7 +162,7 @@ def damaged_bytes_never_commit(ctx: Context, way: Any) -> None:
     """A byte that changes in a buffer, or in the tensor itself, once it was hashed is found."""
     policy, engine = _doubles(ctx, way)
     lanes: list[Any] = []
-    honest = Kept.buckets
+    honest = Share.prepare
 
     def remember(*args: Any, **options: Any) -> Any:
         layout = honest(*args, **options)
@@ -173,7 +173,7 @@ def damaged_bytes_never_commit(ctx: Context, way: Any) -> None:
         lanes[-1].data[5] ^= 64
 
     with (
-        mock.patch.object(Kept, "buckets", remember),
+        mock.patch.object(Share, "prepare", remember),
         at_the_first_bucket(damage),
     ):
         error = attempt(policy, engine, bucket_bytes=4096, deadline_s=10.0, **way)
@@ -232,7 +232,7 @@ _BUCKET = 4096
 def committed_weights_are_the_trainers(ctx: Context) -> None:
     """Memory that changes between the look at it and the copy: what commits is the trainer's."""
     policy, engine = fresh_doubles(ctx)
-    honest, lanes = Kept.buckets, []
+    honest, lanes = Share.prepare, []
     ready: list[Any] = []
 
     def scribble() -> None:
@@ -249,7 +249,7 @@ def committed_weights_are_the_trainers(ctx: Context) -> None:
         return layout
 
     with (
-        mock.patch.object(Kept, "buckets", remember),
+        mock.patch.object(Share, "prepare", remember),
         at_the_first_bucket(lambda: ready.append(lanes[-1].data)),
     ):
         error = attempt(policy, engine, mode="packed")
