@@ -271,8 +271,13 @@ def test_a_refit_of_one_trainer_is_not_taken_for_that_of_another(keep, pair, mon
     never = property(lambda job: None, lambda job, why: None)
     monkeypatch.setattr(ReceiveJob, "superseded", never, raising=False)
     engine.prepare_refit_info(other.prepare_refit_info())
-    third = other.sender.send(version=9, deadline_s=SOON), engine.receiver.receive(deadline_s=SOON)
+    # Refits that wait have no order among them: the second one begins before the third waits.
+    during = Gate()
+    engine.sink.on["write"] = lambda: during() if engine.receiver.version == 1 else None
     gate.opened.set()
+    assert during.reached.wait(SOON)
+    third = other.sender.send(version=9, deadline_s=SOON), engine.receiver.receive(deadline_s=SOON)
+    during.opened.set()
     for refit, version in ((first, 1), (second, 2), (third, 9)):
         assert [each["version"] for each in wait(refit, SOON)] == [version, version]
     assert same(other.source.tensor, engine.sink.tensor)
