@@ -8,7 +8,6 @@ import torch
 
 from mutants.mutant import breaks
 from rl_conformance.reference.adapters import ReferenceAdapters
-from rl_conformance.reference.generation import ReferenceGeneration
 
 
 def _exchanged(name: str, one: str, other: str) -> str:
@@ -17,57 +16,51 @@ def _exchanged(name: str, one: str, other: str) -> str:
 
 
 @breaks("R17", checks="R17")
-class TheOldAdapterServesOn(ReferenceGeneration):
+class TheOldAdapterServesOn(ReferenceAdapters):
     """Rows get the adapter of the version before."""
 
-    class adapters_class(ReferenceAdapters):  # noqa: N801 - takes the place of a class
-        def used(self, name: str) -> torch.Tensor:
-            return self.loaded.get(3 - self.serving, self.loaded[self.serving])[name]
+    def used(self, name: str) -> torch.Tensor:
+        return self.loaded.get(3 - self.serving, self.loaded[self.serving])[name]
 
 
 @breaks("R17", checks="R17")
-class AAndBAreOfAnotherLayer(ReferenceGeneration):
+class AAndBAreOfAnotherLayer(ReferenceAdapters):
     """The adapter of one layer is computed in another, and read back as it came."""
 
-    class adapters_class(ReferenceAdapters):  # noqa: N801 - takes the place of a class
-        def used(self, name: str) -> torch.Tensor:
-            return super().used(_exchanged(name, ".layers.0.", ".layers.1."))
+    def used(self, name: str) -> torch.Tensor:
+        return super().used(_exchanged(name, ".layers.0.", ".layers.1."))
 
 
 @breaks("R17", checks="R17")
-class TwoModulesAreExchanged(ReferenceGeneration):
+class TwoModulesAreExchanged(ReferenceAdapters):
     """Keys get the adapter of values."""
 
-    class adapters_class(ReferenceAdapters):  # noqa: N801 - takes the place of a class
-        def used(self, name: str) -> torch.Tensor:
-            return super().used(_exchanged(name, "k_proj", "v_proj"))
+    def used(self, name: str) -> torch.Tensor:
+        return super().used(_exchanged(name, "k_proj", "v_proj"))
 
 
 @breaks("R17", checks="R17")
-class AdaptersAreScaledAgain(ReferenceGeneration):
+class AdaptersAreScaledAgain(ReferenceAdapters):
     """The engine multiplies by a scale that is in B already."""
 
-    class adapters_class(ReferenceAdapters):  # noqa: N801 - takes the place of a class
-        def used(self, name: str) -> torch.Tensor:
-            return super().used(name) * (2 if "lora_B" in name else 1)
+    def used(self, name: str) -> torch.Tensor:
+        return super().used(name) * (2 if "lora_B" in name else 1)
 
 
 @breaks("R17", checks="R17")
-class AFailedAdapterServes(ReferenceGeneration):
+class AFailedAdapterServes(ReferenceAdapters):
     """A refit that fails after the adapter was loaded leaves it in service."""
 
-    class adapters_class(ReferenceAdapters):  # noqa: N801 - takes the place of a class
-        def fail(self) -> None:
-            pass
+    def fail(self) -> None:
+        pass
 
 
 @breaks("R17", checks="R17")
-class TheNewAdapterTakesThePlaceOfTheOld(ReferenceGeneration):
+class TheNewAdapterTakesThePlaceOfTheOld(ReferenceAdapters):
     """There is one adapter, which a refit overwrites while it serves."""
 
-    class adapters_class(ReferenceAdapters):  # noqa: N801 - takes the place of a class
-        def load(self, adapter: int, tensors: Mapping[str, torch.Tensor]) -> None:
-            self.loaded = {number: dict(tensors) for number in (1, 2)}
+    def load(self, adapter: int, tensors: Mapping[str, torch.Tensor]) -> None:
+        self.loaded = {number: dict(tensors) for number in (1, 2)}
 
-        def unload(self, adapter: int) -> None:
-            pass
+    def unload(self, adapter: int) -> None:
+        pass

@@ -20,7 +20,10 @@ if TYPE_CHECKING:
     from rl_backends import Completion, Row, RowEngine
 
 
-class _Swapping(ReferenceRows):
+@breaks("G18", checks="G18 and do_not_mix")
+class RowsOfTwoCallsAreSwapped(ReferenceRows):
+    """Rows of two calls that end with one step are each other's."""
+
     def collect(self) -> list[Completion]:
         calls = {key: row.call for key, row in self.rows.items()}
         done = super().collect()
@@ -33,29 +36,19 @@ class _Swapping(ReferenceRows):
         return done
 
 
-@breaks("G18", checks="G18 and do_not_mix")
-class RowsOfTwoCallsAreSwapped(ReferenceGeneration):
-    """Rows of two calls that end with one step are each other's."""
+@breaks("G18", checks="G18 and freed")
+class ACancelledRowKeepsItsSlot(ReferenceRows):
+    """Rows that nobody wants any more are decoded to their end."""
 
-    def row_engine(self) -> RowEngine:
-        return _Swapping(self)
-
-
-class _Hoarding(ReferenceRows):
     def cancel(self, keys: Collection[int]) -> None:
         done = {key for key, row in self.rows.items() if row.done is not None}
         super().cancel(done.intersection(keys))
 
 
-@breaks("G18", checks="G18 and freed")
-class ACancelledRowKeepsItsSlot(ReferenceGeneration):
-    """Rows that nobody wants any more are decoded to their end."""
+@breaks("G18", checks="G18 and do_not_mix")
+class WhoComesLastSaysHow(ReferenceRows):
+    """All rows are sampled as the call that came last wants its own to be."""
 
-    def row_engine(self) -> RowEngine:
-        return _Hoarding(self)
-
-
-class _Following(ReferenceRows):
     def submit(self, rows: Sequence[Row]) -> None:
         super().submit(rows)
         for row in self.rows.values():
@@ -63,28 +56,15 @@ class _Following(ReferenceRows):
 
 
 @breaks("G18", checks="G18 and do_not_mix")
-class WhoComesLastSaysHow(ReferenceGeneration):
-    """All rows are sampled as the call that came last wants its own to be."""
+class StopStringsAreKeptByTheNumberOfTheRow(ReferenceRows):
+    """Row 0 of the call that came last says what ends row 0 of every call."""
 
-    def row_engine(self) -> RowEngine:
-        return _Following(self)
-
-
-class _Numbering(ReferenceRows):
     def submit(self, rows: Sequence[Row]) -> None:
         super().submit(rows)
         own = {row.index: row.stop_strings for row in rows}
         numbers = self._numbers = vars(self).get("_numbers", {}) | {r.key: r.index for r in rows}
         for key, row in self.rows.items():
             row.stop_strings = own.get(numbers[key], row.stop_strings)
-
-
-@breaks("G18", checks="G18 and do_not_mix")
-class StopStringsAreKeptByTheNumberOfTheRow(ReferenceGeneration):
-    """Row 0 of the call that came last says what ends row 0 of every call."""
-
-    def row_engine(self) -> RowEngine:
-        return _Numbering(self)
 
 
 @breaks("G18", checks="G18 and version")

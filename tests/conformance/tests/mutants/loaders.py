@@ -25,35 +25,28 @@ class _OneByOne(NamedTensorSink):
         return None
 
 
-class _Rounding(_OneByOne):
+@breaks("R1", checks=_FIRST)
+class WeightsAreCastDown(_OneByOne):
+    """What a refit brings goes through a narrower type."""
+
     def write(self, name: str, offset: int, data: torch.Tensor, *, of: TensorSpec) -> None:
         data = rounded(data) if data.is_floating_point() else data
         super().write(name, offset, data, of=of)
 
 
-@breaks("R1", checks=_FIRST)
-class WeightsAreCastDown(ReferenceGeneration):
-    """What a refit brings goes through a narrower type."""
+@breaks("R7", checks="R7 or R1 and not pattern_of_bits")
+class PiecesAreSwapped(_OneByOne):
+    """Of a tensor that is split over buckets, the last piece comes first."""
 
-    def weight_sink(self) -> WeightSink:
-        return _Rounding(self.model.state_dict(keep_vars=True))
-
-
-class _Backwards(_OneByOne):
     def write(self, name: str, offset: int, data: torch.Tensor, *, of: TensorSpec) -> None:
         mirrored = self.tensors_by_name[name].numel() - offset - data.numel()
         super().write(name, mirrored, data, of=of)
 
 
-@breaks("R7", checks="R7 or R1 and not pattern_of_bits")
-class PiecesAreSwapped(ReferenceGeneration):
-    """Of a tensor that is split over buckets, the last piece comes first."""
+@breaks("R1", checks=_FIRST)
+class ABufferIsReadBeforeItIsFilled(_OneByOne):
+    """Of two pieces of one size the second gets the bytes of the first again."""
 
-    def weight_sink(self) -> WeightSink:
-        return _Backwards(self.model.state_dict(keep_vars=True))
-
-
-class _Stale(_OneByOne):
     def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
         super().__init__(tensors)
         self._before: dict[tuple[str, int], torch.Tensor] = {}
@@ -65,28 +58,15 @@ class _Stale(_OneByOne):
 
 
 @breaks("R1", checks=_FIRST)
-class ABufferIsReadBeforeItIsFilled(ReferenceGeneration):
-    """Of two pieces of one size the second gets the bytes of the first again."""
+class WeightsLieInABufferThatIsUsedAgain(_OneByOne):
+    """The engine keeps a view of what arrived and no copy."""
 
-    def weight_sink(self) -> WeightSink:
-        return _Stale(self.model.state_dict(keep_vars=True))
-
-
-class _Aliasing(_OneByOne):
     def write(self, name: str, offset: int, data: torch.Tensor, *, of: TensorSpec) -> None:
         whole: Any = self.tensors_by_name[name]
         if data.numel() == whole.numel() and data.dtype == whole.dtype:
             whole.data = data.view(whole.shape)
         else:
             super().write(name, offset, data, of=of)
-
-
-@breaks("R1", checks=_FIRST)
-class WeightsLieInABufferThatIsUsedAgain(ReferenceGeneration):
-    """The engine keeps a view of what arrived and no copy."""
-
-    def weight_sink(self) -> WeightSink:
-        return _Aliasing(self.model.state_dict(keep_vars=True))
 
 
 @breaks("R1", checks=_FIRST)
@@ -105,18 +85,13 @@ class TheTiedTensorIsForgotten(ReferenceGeneration):
         return sink
 
 
-class _FirstPieces(_OneByOne):
+@breaks("R7", checks="R7 or R1 and not pattern_of_bits")
+class OnlyTheFirstPieceIsWritten(_OneByOne):
+    """Of a tensor that is split over buckets, the rest is dropped."""
+
     def write(self, name: str, offset: int, data: torch.Tensor, *, of: TensorSpec) -> None:
         if offset == 0:
             super().write(name, offset, data, of=of)
-
-
-@breaks("R7", checks="R7 or R1 and not pattern_of_bits")
-class OnlyTheFirstPieceIsWritten(ReferenceGeneration):
-    """Of a tensor that is split over buckets, the rest is dropped."""
-
-    def weight_sink(self) -> WeightSink:
-        return _FirstPieces(self.model.state_dict(keep_vars=True))
 
 
 _ADAPTED = "model.layers.0.mlp.down_proj.weight"

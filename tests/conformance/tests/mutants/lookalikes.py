@@ -11,7 +11,7 @@ from unittest import mock
 import torch
 
 from mutants.mutant import breaks
-from rl_backends import Row, RowEngine
+from rl_backends import Row
 from rl_backends.policy.base import PolicyBackend
 from rl_conformance.reference.generation import ReferenceGeneration, ReferenceRows
 from rl_conformance.reference.policy import ReferencePolicy
@@ -81,21 +81,14 @@ class ManyRowsAreRounded(ReferenceGeneration):
         return super().generate(data, greedy)
 
 
-class _Reusing(ReferenceRows):
-    """There is room for so many rows; each that comes later takes the place of another."""
+@breaks("G12", checks="G12")
+class APlaceKeepsWhatItsLastRowHad(ReferenceRows):
+    """Rows that wait for the place of another attend to a token of it."""
 
     def submit(self, rows: Sequence[Row]) -> None:
         super().submit(rows)
         for row in list(self.rows.values())[_MANY:]:
             row.ids[0] = row.ids[-1]
-
-
-@breaks("G12", checks="G12")
-class APlaceKeepsWhatItsLastRowHad(ReferenceGeneration):
-    """Rows that wait for the place of another attend to a token of it."""
-
-    def row_engine(self) -> RowEngine:
-        return _Reusing(self)
 
 
 @breaks("P2", checks="P1 or P2")

@@ -7,12 +7,15 @@ import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partialmethod
 from typing import Any, Literal
 
+from rl_backends.tensors import NamedTensorSink, NamedTensorSource
 from rl_conformance.catalogue import CLAUSES
 from rl_conformance.outcome import RunReport
 from rl_conformance.reference import reference_target
-from rl_conformance.reference.generation import ReferenceGeneration
+from rl_conformance.reference.adapters import ReferenceAdapters
+from rl_conformance.reference.generation import ReferenceGeneration, ReferenceRows
 from rl_conformance.reference.policy import ReferencePolicy
 from rl_conformance.registry import Check
 from rl_conformance.run import run, select
@@ -194,10 +197,23 @@ def target(
     )
 
 
+def _of_tensors(part: Any) -> Any:
+    return lambda backend: part(backend.model.state_dict(keep_vars=True))
+
+
+#: Parts that can be broken alone: whose they are, under which name, and as what.
+_PARTS: tuple[tuple[type, type, str, Callable[[Any], Any]], ...] = (
+    (ReferenceRows, ReferenceGeneration, "row_engine", partialmethod),
+    (ReferenceAdapters, ReferenceGeneration, "adapters_class", lambda part: part),
+    (NamedTensorSink, ReferenceGeneration, "weight_sink", _of_tensors),
+    (NamedTensorSource, ReferencePolicy, "weight_source", _of_tensors),
+)
+
+
 def breaks(
     *clauses: str, checks: str | None = None, of: Callable[[], Target] = target
 ) -> Callable[[Any], Any]:
-    """Registers a mutant: a class of backend, or what makes a context in which all else is broken.
+    """Registers a mutant: a class of a backend or of a part, or a context in which all is broken.
 
     Args:
         *clauses: What does not hold any more; first what the mutant is about.
@@ -211,10 +227,14 @@ def breaks(
         if not inspect.isclass(broken):
             registered.append(Mutant(name, bug, clauses, of, broken, checks, module))
             return broken
-        role = "policy" if issubclass(broken, ReferencePolicy) else "generation"
+        backend = broken
+        for part, owner, attribute, made in _PARTS:
+            if issubclass(broken, part):
+                backend = type(name, (owner,), {attribute: made(broken)})
+        role = "policy" if issubclass(backend, ReferencePolicy) else "generation"
 
         def make() -> Target:
-            return target(**{role: broken})  # type: ignore[arg-type]
+            return target(**{role: backend})  # type: ignore[arg-type]
 
         registered.append(Mutant(name, bug, clauses, make, checks=checks, module=module))
         return broken
