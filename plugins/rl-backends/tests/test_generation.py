@@ -94,12 +94,6 @@ def test_logprobs_are_float32_under_another_default_dtype(make):
         torch.set_default_dtype(torch.float32)
 
 
-def test_padding_wider_than_the_longest_row_is_cut_off(make):
-    data = prompts([5])
-    data["input_ids"] = torch.cat([data["input_ids"], torch.zeros(1, 9, dtype=torch.int64)], 1)
-    assert make().generate(data)["output_ids"].shape == (1, 5)
-
-
 def test_a_row_without_room_is_truncated_and_never_reaches_the_engine(make):
     full = list(range(2, 2 + CONTEXT))
     data = prompts([5], full, [8])
@@ -157,66 +151,7 @@ def test_a_further_key_of_another_length_is_refused(make):
         make().generate(prompts([5], [8], id=["a"]))
 
 
-def test_columns_of_an_earlier_output_do_not_replace_those_of_this_one(make):
-    engine = make()
-    first = engine.generate(prompts([5], [8]), greedy=True)
-    again = BatchedDataDict(
-        {
-            **first,
-            "input_ids": first["output_ids"],
-            "input_lengths": first["unpadded_sequence_lengths"],
-        }
-    )
-    out = engine.generate(again, greedy=True)
-    assert out["output_ids"].shape == out["logprobs"].shape == (2, 9)
-    assert out["unpadded_sequence_lengths"].tolist() == [9, 9]
-
-
 # -- sampling -----------------------------------------------------------------------------------
-
-
-def test_a_seed_makes_sampling_reproducible_and_none_does_not(make):
-    data = prompts(*[[5]] * 32)
-    first, second = (make(seed=3).generate(data)["output_ids"] for _ in range(2))
-    assert torch.equal(first, second)
-    assert len(first.unique(dim=0)) > 1
-    engine = make()
-    fresh, other = (engine.generate(data)["output_ids"] for _ in range(2))
-    assert not torch.equal(fresh, other)
-
-
-def test_a_rows_seed_follows_the_row_not_its_place(make):
-    seeds = torch.arange(10, 15)
-    data = prompts(*[[5]] * 5, seed=seeds)
-    straight = make(seed=1).generate(data)["output_ids"]
-    data["seed"] = seeds.flip(0)
-    assert torch.equal(make(seed=2).generate(data)["output_ids"].flip(0), straight)
-
-
-def test_the_first_rows_of_a_larger_batch_draw_the_same_seeds(make):
-    few = make(seed=3).generate(prompts([5], [5]))["output_ids"]
-    many = make(seed=3).generate(prompts(*[[5]] * 7))["output_ids"]
-    assert torch.equal(few, many[:2])
-
-
-def test_samples_equal_a_batch_that_was_repeated_before(make):
-    data = prompts([5], [8], id=["a", "b"], stop_strings=[["x"], None])
-    samples = make(seed=3, num_generations=3).generate(data)
-    repeated = make(seed=3).generate(data.repeat_interleave(3))
-    assert torch.equal(samples["output_ids"], repeated["output_ids"])
-    assert samples["id"] == repeated["id"]
-
-
-def test_samples_of_a_row_with_a_seed_of_its_own_differ_and_repeat(make):
-    data = prompts([5], [8], seed=torch.tensor([3, 30]))
-    first, second = (make(num_generations=3).generate(data)["output_ids"] for _ in range(2))
-    assert torch.equal(first, second)
-    assert len({tuple(row) for row in first.tolist()}) == 6
-
-
-def test_do_sample_false_is_greedy(make):
-    out = make(do_sample=False).generate(prompts([5]))
-    assert out["output_ids"].tolist() == [[5, 6, 7, 8, 9]]
 
 
 def test_stop_strings_of_config_and_row_meet_in_their_row_only(make):
@@ -252,19 +187,6 @@ def test_completions_that_do_not_fit_the_prompts_are_the_plugins_fault(make, com
 
 
 # -- rows as they finish ------------------------------------------------------------------------
-
-
-def test_rows_that_finish_one_by_one_are_those_of_generate(make):
-    data = prompts([9, 5], [7], [4, 4, 47], id=["a", "b", "c"])
-    rows = collect(make().generate_async(data, greedy=True))
-    assert [row for row, _ in rows] == [2, 1, 0]
-    whole = make().generate(data, greedy=True)
-    joined = BatchedDataDict.from_batches([out for _, out in sorted(rows, key=lambda x: x[0])])
-    assert set(joined) == set(whole)
-    assert all(
-        torch.equal(joined[key], whole[key]) if key != "id" else joined[key] == whole[key]
-        for key in whole
-    )
 
 
 def test_an_error_in_the_engine_reaches_the_reader_after_the_rows_before_it(make):
@@ -413,15 +335,6 @@ def test_weights_from_a_collective_that_was_not_opened_are_a_lifecycle_error(mak
     trainer = keep(Trainer({"w": torch.ones(3)}))
     with pytest.raises(LifecycleError, match="init_collective"):
         make().update_weights_from_collective(trainer.prepare_refit_info())
-
-
-def test_a_shutdown_in_the_middle_of_a_refit_ends_both(make):
-    engine, trainer = make(), Trainer({"w": torch.ones(3)})
-    engine.prepare_refit_info(trainer.prepare_refit_info())
-    [receiving] = engine.receive_weights(deadline_s=600)
-    assert engine.shutdown() is True
-    assert receiving.exception(SOON) is not None
-    trainer.sender.close()
 
 
 class ResidentEngine(CountingEngine):
