@@ -272,13 +272,6 @@ def test_distribution_without_metadata_is_still_listed(install: Install) -> None
     assert listing.status == "broken"
 
 
-def test_original_exception_is_the_cause_of_a_broken_plugin(install: Install) -> None:
-    install("rl-toy", {BACKENDS: {"toy": "bad:BACKEND"}}, {"bad": "1 / 0"})
-    with pytest.raises(BrokenPluginError) as caught:
-        load_manifest(toy().provider)
-    assert isinstance(caught.value.__cause__, ZeroDivisionError)
-
-
 def test_nested_attributes_are_loaded() -> None:
     assert load_object("sys:version_info.major") == sys.version_info.major
 

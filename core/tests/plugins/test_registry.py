@@ -153,21 +153,19 @@ def test_policy_is_not_built_from_a_generation_backend(install: Install) -> None
         create_policy(CONFIG)
 
 
-def test_factory_that_cannot_be_imported_is_a_broken_plugin(install: Install) -> None:
-    install.toy(factories="{'generation': 'toy.nowhere:Toy'}")
-    with pytest.raises(BrokenPluginError, match=r"rl-toy 1\.0: cannot load 'toy\.nowhere:Toy"):
-        create_generation(CONFIG)
-
-
-def test_factory_without_from_config_is_a_broken_plugin(install: Install) -> None:
-    install.toy(factories="{'generation': 'toy.config:ToyConfig'}")
-    with pytest.raises(BrokenPluginError, match=r"rl-toy 1\.0: cannot load .*from_config"):
-        create_generation(CONFIG)
-
-
-def test_configuration_that_is_no_typed_dict_is_a_broken_plugin(install: Install) -> None:
-    install.toy(configs="{'generation': 'toy.backend:Toy'}")
-    with pytest.raises(BrokenPluginError, match="not a TypedDict"):
+@pytest.mark.parametrize(
+    ("field", "value", "problem"),
+    [
+        ("factories", "toy.nowhere:Toy", r"rl-toy 1\.0: cannot load 'toy\.nowhere:Toy"),
+        ("factories", "toy.config:ToyConfig", r"rl-toy 1\.0: cannot load .*from_config"),
+        ("configs", "toy.backend:Toy", "not a TypedDict"),
+    ],
+)
+def test_what_is_not_what_the_manifest_says_is_a_broken_plugin(
+    install: Install, field: str, value: str, problem: str
+) -> None:
+    install.toy(**{field: f"{{'generation': '{value}'}}"})
+    with pytest.raises(BrokenPluginError, match=problem):
         create_generation(CONFIG)
 
 

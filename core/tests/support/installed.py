@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Protocol
 
 import pytest
 
@@ -49,24 +48,9 @@ def manifest_module(**changes: str) -> str:
     return f"from rl_core.plugins.manifest import *\nBACKEND = BackendManifest({fields})\n"
 
 
-class Install(Protocol):
+class Install:
     """Installs a distribution; ``toy`` installs one that provides the backend ``toy``."""
 
-    def __call__(
-        self,
-        distribution: str,
-        entry_points: Mapping[str, Mapping[str, str]],
-        modules: Mapping[str, str] = ...,
-        *,
-        version: str = ...,
-    ) -> Path: ...
-
-    def toy(self, distribution: str = ..., **changes: str) -> Path: ...
-
-    root: Path
-
-
-class _Installer:
     def __init__(self, root: Path) -> None:
         self.root = root
 
@@ -114,7 +98,7 @@ def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Install
     monkeypatch.syspath_prepend(root)
     hookspecs._manager.cache_clear()
     before = set(sys.modules)
-    yield _Installer(root)
+    yield Install(root)
     hookspecs._manager.cache_clear()
     for name in set(sys.modules) - before:
         if str(getattr(sys.modules[name], "__file__", "")).startswith(str(root)):

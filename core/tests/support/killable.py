@@ -26,6 +26,7 @@ from simple_pair import (
     BUCKET,
     SOON,
     Engine,
+    Gate,
     Tensors,
     Trainer,
     blank,
@@ -42,17 +43,6 @@ LATER = 60.0
 SETTLE_S = 15.0
 #: The last tensors of ``make_tensors``: others were sent before.
 FIRST, LATE = "big", "flags"
-
-
-class Stall:
-    """Blocks the first call until it is released, and lets the others through."""
-
-    def __init__(self) -> None:
-        self.reached, self.released = threading.Event(), threading.Event()
-
-    def __call__(self, *_: Any) -> None:
-        self.reached.set()
-        assert self.released.wait(2 * LATER), "nobody released it"
 
 
 class _Party:
@@ -74,14 +64,14 @@ class _Party:
         return tensors
 
     def stall(self, call: str) -> None:
-        self.gate = self.double.on[call] = Stall()
+        self.gate = self.double.on[call] = Gate()
 
     def reached(self) -> None:
         assert self.gate.reached.wait(SOON), "the refit did not come there"
 
     def release(self) -> None:
         self.double.on.clear()
-        self.gate.released.set()
+        self.gate.opened.set()
 
     def outcome(self) -> dict[str, Any]:
         return self.future.result(SOON)

@@ -168,6 +168,17 @@ class Clock:
         return time.monotonic() + self.ahead_s
 
 
+class Gate:
+    """Holds up a call until it is opened; those after that pass."""
+
+    def __init__(self) -> None:
+        self.reached, self.opened = threading.Event(), threading.Event()
+
+    def __call__(self, *_: object) -> None:
+        self.reached.set()
+        assert self.opened.wait(6 * SOON), "nobody opened it"
+
+
 class Trainer(doubles.Trainer):
     def __init__(
         self, tensors: Tensors, ties: Mapping[str, str] | None = None, *, at_home: bool = False

@@ -35,12 +35,18 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Generator
     from contextlib import AbstractContextManager
 
-Mutant = "Callable[[], AbstractContextManager[Any]]"
-
 
 def _with(owner: Any, **replaced: Any) -> Callable[[], AbstractContextManager[Any]]:
     """Replaces functions of a class or module."""
     return lambda: patch.multiple(owner, **replaced)
+
+
+def _around(
+    owner: Any, name: str, change: Callable[..., Any]
+) -> Callable[[], AbstractContextManager[Any]]:
+    """Replaces a function by one that is also given the function it takes the place of."""
+    before = getattr(owner, name)
+    return lambda: patch.object(owner, name, lambda *given: change(before, *given))
 
 
 def _verified_in_the_lane(self: ReceiverBuckets, first: int, group: list[Any]) -> _Step:
@@ -77,30 +83,9 @@ def _torn_as_before() -> Generator[None]:
         yield
 
 
-@contextmanager
-def _no_nonce() -> Generator[None]:
-    init = Channel.__init__
-
-    def makes(self: Any, token: str, nonce: bytes, side: Any) -> None:
-        init(self, token, b"", side)
-        self.nonce = nonce
-
-    with patch.object(Channel, "__init__", makes):
-        yield
-
-
-@contextmanager
-def _one_key_for_all_sessions() -> Generator[None]:
-    bind = Channel._bind
-    with patch.object(Channel, "_bind", lambda self, *offered: bind(self)):
-        yield
-
-
-@contextmanager
-def _one_key_for_all_connections() -> Generator[None]:
-    bind = Channel._bind
-    with patch.object(Channel, "_bind", lambda self, *offered: bind(self, *offered[:1])):
-        yield
+def _without_nonce(init: Any, self: Any, token: str, nonce: bytes, side: Any) -> None:
+    init(self, token, b"", side)
+    self.nonce = nonce
 
 
 @contextmanager
@@ -117,14 +102,11 @@ def _no_counter() -> Generator[None]:
         yield
 
 
-_on_hello = SenderSession._on_hello
-
-
-def _last_hello_wins(self: Any, key: str, hello: Any) -> list[Any]:
+def _last_hello_wins(on_hello: Any, self: Any, key: str, hello: Any) -> list[Any]:
     if self.phase != "DISCOVER" or key in self._peers or key in self._offered:
         return []
     if hello.number != self._number:
-        return list(_on_hello(self, key, hello))
+        return list(on_hello(self, key, hello))
     for known in (self._peers, self._offered):
         for old in [k for k, p in known.items() if p.hello.receiver == hello.receiver]:
             del known[old]
@@ -132,79 +114,53 @@ def _last_hello_wins(self: Any, key: str, hello: Any) -> list[Any]:
     return [Send(self.offer, key)]
 
 
-@contextmanager
-def _any_refit() -> Generator[None]:
-    def takes(self: Any, key: str, hello: Any) -> list[Any]:
-        return _on_hello(self, key, msgspec.structs.replace(hello, number=self._number))
-
-    with patch.object(SenderSession, "_on_hello", takes):
-        yield
+def _for_this_refit(on_hello: Any, self: Any, key: str, hello: Any) -> Any:
+    return on_hello(self, key, msgspec.structs.replace(hello, number=self._number))
 
 
-def _reads_within(self: SendJob, effect: Any) -> list[Any]:
-    following = _performs(self, effect)
+def _reads_within(do: Any, self: SendJob, effect: Any) -> list[Any]:
+    following = do(self, effect)
     unreachable, self._unreachable = self._unreachable, []
     if unreachable:
         self.pump(0.0)
     return [*following, *(e for key in unreachable for e in self.session.lost(key))]
 
 
-_performs = SendJob.do
+def _one_sealed_is_enough(all_did: Any, self: SenderSession, peer: _Peer) -> bool:
+    return all_did(self, peer) or self.phase is Phase.SEAL
 
 
-def _one_sealed_is_enough(self: SenderSession, peer: _Peer) -> bool:
-    return _all_did(self, peer) or self.phase is Phase.SEAL
-
-
-_all_did = SenderSession._all_did
-
-
-def _publishes_what_is_installed(self: ReceiverSession) -> list[Any]:
-    effects = _installed(self)
+def _publishes_what_is_installed(installed: Any, self: ReceiverSession) -> list[Any]:
+    effects = installed(self)
     return [*effects, *([Publish(self._offer.version)] if effects else [])]
 
 
-_installed = ReceiverSession.installed
-
-
-def _closes_after_commit(self: SendJob) -> None:
+def _closes_after_commit(close: Any, self: SendJob) -> None:
     if self.session.phase is Phase.COMMITTED:
-        _close_source(self)
+        close(self)
 
 
-_close_source = SendJob._close_source
+def _confirms_alone(ask: Any, self: SendJob, questions: Any, answer: Any, *rest: Any) -> Any:
+    return ask(self, {} if answer is RankConfirmed else questions, answer, *rest)
 
 
-def _confirms_alone(self: SendJob, questions: Any, answer: Any, own: Any, then: Any) -> list[Any]:
-    return _asks(self, {} if answer is RankConfirmed else questions, answer, own, then)
-
-
-_asks = SendJob._ask
-
-
-def _forgets_digests(self: SendJob, effect: Any) -> list[Any]:
+def _forgets_digests(do: Any, self: SendJob, effect: Any) -> Any:
     if not isinstance(effect, Packed):
-        return _performs(self, effect)
+        return do(self, effect)
     return self.session.packed(effect.index, effect.digests, effect.lane)
 
 
-def _takes_lost_for_confirmed(self: SenderSession, rank: int, error: Any) -> list[Any]:
+def _takes_lost_for_confirmed(lost: Any, self: SenderSession, rank: int, error: Any) -> Any:
     if self.phase is not Phase.SEAL or self._expected is None:
-        return _lost_rank(self, rank, error)
+        return lost(self, rank, error)
     self._expected = None
     return [Answered({})]
 
 
-_lost_rank = SenderSession.lost_rank
-
-
-def _takes_abort_for_over(self: RankSession, message: Any) -> list[Any]:
+def _takes_abort_for_over(receive: Any, self: RankSession, message: Any) -> Any:
     if isinstance(message, Abort) and self.phase is Phase.SEAL:
         message = Over(message.session, {})
-    return _rank_receives(self, message)
-
-
-_rank_receives = RankSession.receive
+    return receive(self, message)
 
 
 #: What is taken back, how, and the scenario in which that shows.
@@ -230,15 +186,24 @@ MUTANTS: dict[str, tuple[Callable[[], AbstractContextManager[Any]], str]] = {
         partial(patch.object, _receiver, "dict", lambda known: known, create=True),
         "STAGED_CRASH",
     ),
-    "no nonce binds an offer": (_no_nonce, "REPLAYED"),
-    "one key serves all sessions": (_one_key_for_all_sessions, "POSED"),
-    "one key serves all connections that say a Hello": (_one_key_for_all_connections, "POSED_ONCE"),
-    "frames are not counted": (_no_counter, "REPEATED"),
-    "the last Hello takes the place of all others": (
-        _with(SenderSession, _on_hello=_last_hello_wins),
+    "no nonce binds an offer": (_around(Channel, "__init__", _without_nonce), "REPLAYED"),
+    "one key serves all sessions": (
+        _around(Channel, "_bind", lambda bind, self, *_: bind(self)),
+        "POSED",
+    ),
+    "one key serves all connections that say a Hello": (
+        _around(Channel, "_bind", lambda bind, *given: bind(*given[:2])),
         "POSED_ONCE",
     ),
-    "a Hello for any refit is one for this": (_any_refit, "CRASHED"),
+    "frames are not counted": (_no_counter, "REPEATED"),
+    "the last Hello takes the place of all others": (
+        _around(SenderSession, "_on_hello", _last_hello_wins),
+        "POSED_ONCE",
+    ),
+    "a Hello for any refit is one for this": (
+        _around(SenderSession, "_on_hello", _for_this_refit),
+        "CRASHED",
+    ),
     "lanes of failed refits are used again": (
         _with(Kept, drop_lanes_after_failure=lambda self: None),
         "STALE_PACKED",
@@ -251,7 +216,7 @@ MUTANTS: dict[str, tuple[Callable[[], AbstractContextManager[Any]], str]] = {
         _with(_driver, _cancel=lambda *given: None),
         "GIVEN_UP",
     ),
-    "frames are read while one is answered": (_with(SendJob, do=_reads_within), "FLOODED"),
+    "frames are read while one is answered": (_around(SendJob, "do", _reads_within), "FLOODED"),
     "a refit that gives up stays in line": (
         _with(EngineLock, cancel_acquire=lambda self: None),
         "READERS",
@@ -277,11 +242,11 @@ MUTANTS: dict[str, tuple[Callable[[], AbstractContextManager[Any]], str]] = {
         "TWO_APART",
     ),
     "all engines commit once one has sealed": (
-        _with(SenderSession, _all_did=_one_sealed_is_enough),
+        _around(SenderSession, "_all_did", _one_sealed_is_enough),
         "TWO_ENGINES_CRASH",
     ),
     "an engine commits what nobody decided": (
-        _with(ReceiverSession, installed=_publishes_what_is_installed),
+        _around(ReceiverSession, "installed", _publishes_what_is_installed),
         "TWO_ENGINES_CRASH",
     ),
     "an engine that is written to is not torn": (
@@ -299,7 +264,7 @@ MUTANTS: dict[str, tuple[Callable[[], AbstractContextManager[Any]], str]] = {
         "TWO_APART",
     ),
     "a source is closed where its refit commits": (
-        _with(SendJob, _close_source=_closes_after_commit),
+        _around(SendJob, "_close_source", _closes_after_commit),
         "GIVEN_UP",
     ),
     "weights are exchanged while readers decode": (
@@ -311,15 +276,15 @@ MUTANTS: dict[str, tuple[Callable[[], AbstractContextManager[Any]], str]] = {
         "TWO_TRAINERS_READER",
     ),
     "rank 0 seals before a rank has confirmed": (
-        _with(SendJob, _ask=_confirms_alone),
+        _around(SendJob, "_ask", _confirms_alone),
         "RANKS_STEP",
     ),
     "the digests of another rank are not in the table": (
-        _with(SendJob, do=_forgets_digests),
+        _around(SendJob, "do", _forgets_digests),
         "RANKS",
     ),
     "a rank that is lost has confirmed": (
-        _with(SenderSession, lost_rank=_takes_lost_for_confirmed),
+        _around(SenderSession, "lost_rank", _takes_lost_for_confirmed),
         "RANKS_CRASH",
     ),
     "the state of another rank is not compared": (
@@ -327,7 +292,7 @@ MUTANTS: dict[str, tuple[Callable[[], AbstractContextManager[Any]], str]] = {
         "RANKS_STEP",
     ),
     "a rank that has confirmed takes every end for a good one": (
-        _with(RankSession, receive=_takes_abort_for_over),
+        _around(RankSession, "receive", _takes_abort_for_over),
         "RANKS_CRASH",
     ),
     "another rank has no deadline": (_with(RankSession, tick=lambda self: []), "RANKS_PAUSE_T"),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -13,6 +12,7 @@ from simple_pair import (
     SOON,
     DictSink,
     Engine,
+    Gate,
     InPlaceSink,
     Replicas,
     Trainer,
@@ -195,9 +195,11 @@ def test_a_new_engine_among_others_makes_a_delta_full(keep, pair):
 def test_weights_changed_behind_the_engines_back_are_noticed_once(pair, again):
     trainer, engine = pair
     engine.sink.tensor["half"].zero_()
+    trainer.source.tensor["scalar"].add_(1)
     sender, receiver = fails(trainer, engine, verify="installed", **DELTA)
     assert isinstance(sender, RefitCorrupted)
     assert isinstance(receiver, RefitCorrupted)
+    assert receiver.details["tensors"] == ["half"]
     assert engine.receiver.version == 1
     assert go(trainer, engine, verify="installed", **again).bytes == all_bytes(trainer)
     assert same(trainer.source.tensor, engine.sink.tensor)
@@ -238,18 +240,12 @@ def test_an_engine_that_forgets_while_it_waits_gets_everything(pair):
 
 def test_a_delta_that_was_asked_for_early_counts_what_came_before_it(pair):
     trainer, engine = pair
-    entered, may_finish = threading.Event(), threading.Event()
-
-    def finish() -> None:
-        entered.set()
-        assert may_finish.wait(SOON)
-
     trainer.source.tensor["half"].add_(1)
-    engine.sink.on["finish"] = finish
+    gate = engine.sink.on["finish"] = Gate()
     futures = [*begin(trainer, engine)]
-    assert entered.wait(SOON)
+    assert gate.reached.wait(SOON)
     futures += begin(trainer, engine, **DELTA)
-    may_finish.set()
+    gate.opened.set()
     *_, report, _ = wait(futures, SOON)
     assert report["bytes"] == 0
     assert same(trainer.source.tensor, engine.sink.tensor)

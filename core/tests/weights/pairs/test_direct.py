@@ -15,6 +15,7 @@ import safetensors.torch
 import torch
 from simple_pair import (
     BUCKET,
+    DictSink,
     DictSource,
     Engine,
     InPlaceSink,
@@ -40,26 +41,17 @@ def pair(keep: Callable[[Any], Any]) -> tuple[Trainer, Engine]:
     return keep(Trainer(tensors, at_home=True)), keep(Engine(blank(tensors)))
 
 
-def asked_for(trainer: Trainer) -> list[str]:
-    """The names that the source is asked for from now on: there are none in a direct refit."""
-    asked: list[str] = []
-    trainer.source.before = asked.append
-    return asked
-
-
 # -- exact, and one copy --------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", ["written", "in place"])
+@pytest.mark.parametrize("kind", [DictSink, InPlaceSink])
 @pytest.mark.parametrize("verify", ["none", "wire", "installed"])
 def test_every_tensor_arrives_bit_for_bit_without_being_packed(keep, verify, kind):
     tensors = make_persistent()
     trainer = keep(Trainer(tensors, at_home=True))
-    if kind == "written":
-        engine = keep(Engine(blank(tensors)))
-    else:
-        engine = keep(Engine(blank(tensors), kind=InPlaceSink))
-    asked = asked_for(trainer)
+    engine = keep(Engine(blank(tensors), kind=kind))
+    asked: list[str] = []
+    trainer.source.before = asked.append
     report = go(trainer, engine, verify=verify)
     assert report.mode == "direct"
     assert report.extra_memory_bytes == 0
@@ -375,11 +367,16 @@ class ElsewhereTrainer(Trainer):
 
 
 @pytest.mark.parametrize("obstacle", obstacles())
-def test_what_cannot_be_moved_is_packed(keep, obstacle):
-    change, _ = obstacles()[obstacle]
+def test_what_cannot_be_moved_is_packed_and_direct_says_why(keep, obstacle):
+    change, why = obstacles()[obstacle]
     trainer = keep(ElsewhereTrainer(change))
     engine = keep(Engine(blank(trainer.source.tensor), {"tied": "v"}))
     engine.sink.tensor["tied"] = engine.sink.tensor["v"]
+    with pytest.raises(ConfigError, match=why) as caught:
+        go(trainer, engine, mode="direct")
+    assert caught.value.details["key"] == "mode"
+    engine.idle().receiver.check()
+    assert engine.sink.calls == []
     assert go(trainer, engine, verify="installed").mode == "packed"
     assert same(trainer.source.tensor, engine.sink.tensor)
 
@@ -396,18 +393,6 @@ def test_pieces_that_are_not_the_tensors_are_a_mismatch(keep, change, why):
     engine = keep(Engine(blank(trainer.source.tensor), {"tied": "v"}))
     with pytest.raises(ManifestMismatchError, match=why):
         go(trainer, engine)
-    assert engine.sink.calls == []
-
-
-@pytest.mark.parametrize("obstacle", obstacles())
-def test_direct_says_what_cannot_be_moved(keep, obstacle):
-    change, why = obstacles()[obstacle]
-    trainer = keep(ElsewhereTrainer(change))
-    engine = keep(Engine(blank(trainer.source.tensor), {"tied": "v"}))
-    with pytest.raises(ConfigError, match=why) as caught:
-        go(trainer, engine, mode="direct")
-    assert caught.value.details["key"] == "mode"
-    engine.idle().receiver.check()
     assert engine.sink.calls == []
 
 

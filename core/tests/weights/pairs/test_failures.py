@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
-import threading
-
 import msgspec
 import pytest
 import torch
-from simple_pair import SOON, Engine, InPlaceSink, Trainer, begin, blank, fails, go, same, until
+from simple_pair import (
+    SOON,
+    Engine,
+    Gate,
+    InPlaceSink,
+    Trainer,
+    begin,
+    blank,
+    fails,
+    go,
+    same,
+    until,
+)
 
 from rl_core.errors import (
     CapabilityError,
@@ -19,7 +29,7 @@ from rl_core.errors import (
     RefitProtocolError,
     WeightsTornError,
 )
-from rl_core.futures import wait
+from rl_core.futures import spawn, wait
 from rl_core.weights.protocol.frames import Channel
 from rl_core.weights.protocol.messages import Prepare
 
@@ -120,24 +130,21 @@ def test_weights_that_change_while_they_are_sent_are_never_committed(keep, kind)
 
 def test_a_refit_waits_for_generation_to_end_and_generation_for_the_refit(pair):
     trainer, engine = pair
-    generating, may_end, free = threading.Event(), threading.Event(), []
+    gate, free = Gate(), []
 
     def generate() -> None:
         with engine.lock:
-            generating.set()
-            may_end.wait(SOON)
+            gate()
             assert "begin" not in engine.sink.calls
 
-    thread = threading.Thread(target=generate)
-    thread.start()
-    generating.wait(SOON)
+    generation = spawn("generation", generate)
+    assert gate.reached.wait(SOON)
     engine.sink.on["finish"] = lambda: free.append(engine.may_generate())
     futures = begin(trainer, engine)
     with pytest.raises(TimeoutError):
         futures[0].result(0.3)
-    may_end.set()
-    wait(futures, SOON)
-    thread.join(SOON)
+    gate.opened.set()
+    wait([*futures, generation], SOON)
     assert free == [False]
     assert engine.may_generate()
 
@@ -195,17 +202,13 @@ class ScaledSink(InPlaceSink):
         self.scales = dict(scales)
 
 
-def test_scales_arrive_before_the_sink_is_finished(keep, pair):
+def test_scales_arrive_before_the_sink_is_finished_if_there_are_any(keep, pair):
     trainer, _ = pair
     engine = keep(Engine(blank(trainer.source.tensor), kind=ScaledSink))
     go(trainer, engine, kv_scales={"layer.0.k": 0.5, "layer.0.v": 2.0})
     assert engine.sink.scales == {"layer.0.k": 0.5, "layer.0.v": 2.0}
     assert engine.sink.calls == ["begin", "scale_kv", "finish", "commit"]
-
-
-def test_without_scales_the_sink_is_not_asked(keep, pair):
-    trainer, _ = pair
-    engine = keep(Engine(blank(trainer.source.tensor), kind=ScaledSink))
+    engine.sink.calls.clear()
     go(trainer, engine)
     assert engine.sink.calls == ["begin", "finish", "commit"]
 

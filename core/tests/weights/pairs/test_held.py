@@ -30,7 +30,7 @@ from simple_pair import (
     same,
 )
 
-from rl_core.errors import RefitCorrupted
+from rl_core.errors import RefitCorrupted, WeightsTornError
 from rl_core.weights.data.digests import BlockHash, DigestTable, TensorHasher
 from rl_core.weights.data.manifest import WeightManifest
 from rl_core.weights.data.parts import Partition
@@ -244,7 +244,9 @@ def test_a_sink_is_given_the_bytes_that_were_verified(keep, mode, isolation):
 @pytest.mark.parametrize("kind", [DictSink, InPlaceSink])
 @pytest.mark.parametrize("mode", ["packed", "direct"])
 @pytest.mark.parametrize("first", [True, False])
-def test_an_engine_is_torn_only_if_something_was_written(keep, mode, kind, first):
+def test_bytes_damaged_on_the_way_tear_an_engine_only_if_something_was_written(
+    keep, mode, kind, first
+):
     tensors = {name: torch.full((BUCKET // 4,), 1.0) for name in "abc"}  # a bucket each
     trainer = keep(Trainer(tensors, at_home=True))
     engine = keep(Engine(blank(tensors), kind=kind))
@@ -262,11 +264,15 @@ def test_an_engine_is_torn_only_if_something_was_written(keep, mode, kind, first
         publish(start, stop, runs)
 
     lane.publish = damage
-    _, receiver = fails(trainer, engine, mode=mode)
-    assert isinstance(receiver, RefitCorrupted)
-    assert receiver.details["tensor"] == ("a" if first else "b")
+    for error in fails(trainer, engine, mode=mode):
+        assert isinstance(error, RefitCorrupted)
+    assert error.details["tensor"] == ("a" if first else "b")  # as the receiver says
+    assert engine.receiver.version == 1
     untouched = first and kind is DictSink  # another is written before the bytes are verified
     assert engine.idle().receiver.torn is not untouched
+    if not untouched:
+        with pytest.raises(WeightsTornError):
+            engine.receiver.check()
     assert same(before, engine.snapshot()) is untouched
     if mode == "direct":
         lane.data[wrong[0 if first else 1] + 3] ^= 1

@@ -13,6 +13,7 @@ from simple_pair import (
     BUCKET,
     SOON,
     Engine,
+    Gate,
     Trainer,
     begin,
     blank,
@@ -26,17 +27,6 @@ from rl_core.errors import DeadlineError, LoopWarning, RefitAborted, RefitError,
 from rl_core.futures import spawn, wait
 from rl_core.weights.receiving import receiver as _receiver
 from rl_core.weights.receiving.receiver import ReceiveJob
-
-
-class Gate:
-    """Holds whoever passes until it is opened."""
-
-    def __init__(self) -> None:
-        self.reached, self.opened = threading.Event(), threading.Event()
-
-    def __call__(self, *_: Any) -> None:
-        self.reached.set()
-        assert self.opened.wait(SOON)
 
 
 def test_refits_asked_for_at_once_take_turns_and_have_versions_of_their_own(pair):
@@ -177,20 +167,13 @@ def test_a_receiver_that_waits_gives_way_to_the_next_call(pair):
     assert newer.result(SOON)["version"] == 1
 
 
-def test_a_receiver_that_waits_gives_way_once_it_is_prepared_again(pair):
+@pytest.mark.parametrize("whose", ["this trainer", "another"])
+def test_a_receiver_that_waits_gives_way_once_it_is_prepared_again(keep, pair, whose):
     trainer, engine = pair
-    engine.prepare_refit_info(trainer.prepare_refit_info())
+    awaited = trainer if whose == "this trainer" else keep(Trainer(make_tensors()))
+    engine.prepare_refit_info(awaited.prepare_refit_info())
     waiting = engine.receiver.receive(deadline_s=600)
     assert go(trainer, engine).version == engine.receiver.version == 1
-    assert isinstance(waiting.exception(SOON), RefitAborted)
-
-
-def test_a_receiver_that_waits_for_another_trainer_gives_way(keep, pair):
-    trainer, engine = pair
-    other = keep(Trainer(make_tensors()))
-    engine.prepare_refit_info(other.prepare_refit_info())
-    waiting = engine.receiver.receive(deadline_s=600)
-    go(trainer, engine)
     assert isinstance(waiting.exception(SOON), RefitAborted)
 
 

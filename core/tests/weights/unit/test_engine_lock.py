@@ -4,45 +4,55 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from simple_pair import SOON, Engine, InPlaceSink, Trainer, blank, go, make_tensors, same, until
+from simple_pair import (
+    SOON,
+    Engine,
+    Gate,
+    InPlaceSink,
+    Trainer,
+    blank,
+    go,
+    make_tensors,
+    same,
+    until,
+)
 
 from rl_core.errors import DeadlineError, RefitAborted
-from rl_core.futures import spawn
+from rl_core.futures import spawn, wait
 from rl_core.weights.engine_lock import EngineLock, exclusively
 
 
-def busy(
-    lock: EngineLock, stop: threading.Event, hold_s: float, threads: int
-) -> list[threading.Thread]:
-    """Threads that generate without a pause."""
+@contextmanager
+def busy(lock: EngineLock, hold_s: float) -> Iterator[None]:
+    """Meanwhile four threads generate without a pause."""
+    stop = threading.Event()
 
     def generate() -> None:
         while not stop.is_set():
             with lock:
                 time.sleep(hold_s)
 
-    found = [threading.Thread(target=generate) for _ in range(threads)]
-    for thread in found:
-        thread.start()
-    return found
+    generating = [spawn("generates", generate) for _ in range(4)]
+    try:
+        yield
+    finally:
+        stop.set()
+        wait(generating, SOON)
 
 
 def test_who_waits_gets_its_turn_among_threads_that_never_pause():
-    lock, stop = EngineLock(), threading.Event()
-    threads = busy(lock, stop, 0.01, threads=4)
-    try:
+    lock = EngineLock()
+    with busy(lock, 0.01):
         for _ in range(20):
             assert lock.acquire(timeout=SOON)
             lock.release()
-    finally:
-        stop.set()
-        for thread in threads:
-            thread.join(SOON)
 
 
 def test_a_thread_may_take_it_again():
@@ -78,40 +88,38 @@ def test_a_wait_with_looks_between_ends_by_the_clock(monkeypatch):
 
 
 def test_who_keeps_a_place_goes_before_who_comes_later_until_it_is_given_up():
-    lock, asked, go_on = EngineLock(), threading.Event(), threading.Event()
+    lock, gate = EngineLock(), Gate()
 
     def keeps_its_place() -> bool:
         assert not lock.acquire_keeping_place(0)
-        asked.set()
-        assert go_on.wait(SOON)
+        gate()
         lock.cancel_acquire()
         return lock.acquire(0.01)
 
     with lock:
         keeping = spawn("keeping", keeps_its_place)
-        assert asked.wait(SOON)
+        assert gate.reached.wait(SOON)
         assert lock.refit_waiting
     assert not lock.acquire(0.05)
-    go_on.set()
+    gate.opened.set()
     assert keeping.result(SOON)  # nobody else wants it
 
 
 def test_a_place_that_was_kept_is_taken_by_asking_again():
-    lock, asked, go_on = EngineLock(), threading.Event(), threading.Event()
+    lock, gate = EngineLock(), Gate()
 
     def asks_twice() -> bool:
         assert not lock.acquire_keeping_place(0)
-        asked.set()
-        assert go_on.wait(SOON)
+        gate()
         return lock.acquire_keeping_place(SOON)
 
     with lock:
         first = spawn("first", asks_twice)
-        assert asked.wait(SOON)
+        assert gate.reached.wait(SOON)
         second = spawn("second", lambda: lock.acquire(0.5))
         until(lambda: len(lock._waiting) == 2)
     assert not second.result(SOON)
-    go_on.set()
+    gate.opened.set()
     assert first.result(SOON)
 
 
@@ -171,15 +179,9 @@ def test_refits_get_through_to_an_engine_that_is_kept_busy(keep, isolation):
     trainer = keep(Trainer(make_tensors()))
     engine = keep(Engine(blank(trainer.source.tensor), kind=InPlaceSink))
     lock = engine.lock = engine.receiver.lock = EngineLock()
-    stop = threading.Event()
-    threads = busy(lock, stop, 0.02, threads=4)
-    try:
+    with busy(lock, 0.02):
         for _ in range(5):
             go(trainer, engine, isolation=isolation)
-    finally:
-        stop.set()
-        for thread in threads:
-            thread.join(SOON)
     assert same(trainer.source.tensor, engine.sink.tensor)
 
 

@@ -7,7 +7,7 @@ import json
 
 import pytest
 import torch
-from simple_pair import BUCKET, Engine, Replicas, Trainer, blank, go, make_persistent
+from simple_pair import BUCKET, Engine, Replicas, Trainer, blank, go
 
 from rl_core.errors import ConfigError, RefitProtocolError
 from rl_core.weights import RefitReport, SendOptions
@@ -67,12 +67,6 @@ def test_a_delta_reports_what_it_skipped(pair):
     assert "7 held already" in str(report)
 
 
-def test_a_direct_refit_reports_no_extra_memory(keep):
-    trainer = keep(Trainer(make_persistent(), at_home=True))
-    report = go(trainer, keep(Engine(blank(make_persistent()))))
-    assert (report.mode, report.extra_memory_bytes) == ("direct", 0)
-
-
 def test_the_report_is_one_line_for_people(pair):
     text = str(go(*pair))
     assert text.startswith("refit to version 1: ")
@@ -97,13 +91,12 @@ def test_results_without_a_report_are_the_policys_fault():
 @pytest.mark.parametrize(
     ("option", "value"),
     [
-        ("verfy", "wire"),
-        ("verify", "maybe"),
-        ("receivers", 0),
-        ("bucket_bytes", 63),
-        ("deadline_s", float("nan")),
+        ("verfy", "wire"), ("verify", "maybe"), ("receivers", 0), ("bucket_bytes", 63),
+        ("deadline_s", float("nan")), ("deadline_s", 1e10), ("deadline_s", True),
+        ("version", True), ("receivers", True), ("bucket_bytes", True), ("delta", "yes"),
+        ("transport", None), ("number", "7"), ("number", 0), ("number", True),
     ],
-)
+)  # fmt: skip
 def test_a_bad_option_is_refused_by_name(pair, option, value):
     with pytest.raises(ConfigError, match=option) as caught:
         pair[0].sender.send(**{option: value})
