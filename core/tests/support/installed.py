@@ -42,12 +42,6 @@ class Toy:
 """
 
 
-def manifest_module(**changes: str) -> str:
-    """The module ``toy.manifest``, with fields replaced by other expressions."""
-    fields = ", ".join(f"{key}={value}" for key, value in (TOY_MANIFEST | changes).items())
-    return f"from rl_core.plugins.manifest import *\nBACKEND = BackendManifest({fields})\n"
-
-
 class Install:
     """Installs a distribution; ``toy`` installs one that provides the backend ``toy``."""
 
@@ -79,9 +73,11 @@ class Install:
 
     def toy(self, distribution: str = "rl-toy", **changes: str) -> Path:
         package = distribution.removeprefix("rl-").replace("-", "_")
+        fields = ", ".join(f"{key}={value}" for key, value in (TOY_MANIFEST | changes).items())
+        manifest = f"from rl_core.plugins.manifest import *\nBACKEND = BackendManifest({fields})\n"
         modules = {
             f"{package}.__init__": "",
-            f"{package}.manifest": manifest_module(**changes),
+            f"{package}.manifest": manifest,
             f"{package}.config": TOY_CONFIG,
             f"{package}.backend": TOY_BACKEND,
         }

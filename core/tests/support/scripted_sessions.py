@@ -248,11 +248,7 @@ RANKED: list[Step] = [
     ("confirming", asks(ConfirmRank(S), RankConfirmed), Phase.SEAL, all_ranks(ConfirmRank(S))),
     ("r1 confirmed", rank_says(1, CONFIRMED), Phase.SEAL, []),
     ("confirmed", rank_says(2, CONFIRMED), Phase.SEAL, answered(CONFIRMED)),
-    ("sealing", confirmed, Phase.SEAL, [Send(SEAL, "p0"), Send(SEAL, "p1")]),
-    ("p0 sealed", says(0, Sealed(S)), Phase.SEAL, []),
-    ("committing", says(1, Sealed(S)), Phase.COMMIT, [Send(Commit(S), f"p{n}") for n in range(2)]),
-    ("p0 done", says(0, Done(S)), Phase.COMMIT, []),
-    ("committed", says(1, Done(S)), Phase.COMMITTED, []),
+    *SENDER[-5:],
 ]  # fmt: skip
 #: The same, seen from rank 1.
 RANK: list[Step] = [

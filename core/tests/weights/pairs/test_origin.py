@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import warnings
 from typing import Any
 
@@ -10,7 +9,7 @@ import pytest
 from simple_pair import SOON, Engine, Replicas, Trainer, blank, go
 
 from rl_core import LoopWarning
-from rl_core.futures import wait
+from rl_core.futures import spawn, wait
 from rl_core.weights.protocol.frames import origin_of
 
 
@@ -116,9 +115,7 @@ def test_a_refit_that_fails_leaves_the_origin_with_the_version(pair, anew, isola
 def test_two_drivers_of_one_trainer_are_one_origin(pair):
     trainer, engine = pair
     reports = [go(trainer, engine)]
-    driver = threading.Thread(target=lambda: reports.append(go(trainer, engine)))
-    driver.start()
-    driver.join(SOON)
+    reports += wait(spawn("driver", lambda: go(trainer, engine)), SOON)
     assert len({report.origin for report in reports}) == 1
     assert reports[1].taken_over == []
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import socket
 from contextlib import ExitStack, closing
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from killable import LATER, EngineParty, TrainerParty
@@ -134,53 +134,42 @@ def test_a_message_in_several_parts_is_passed_over(pair):
         assert_refit(trainer, engine)
 
 
-class Recorder:
-    """Keeps what an engine says."""
+def recorded(end: Any) -> list[bytes]:
+    """The frames that this end sends from now on."""
+    frames: list[bytes] = []
+    send = end.send
 
-    def __init__(self, engine: EngineParty) -> None:
-        self.frames: list[bytes] = []
-        end = engine.endpoint.connection("ipc", engine.endpoint._trainer).end
-        self._send = end.send
-        end.send = self._keep
+    def keep(*given: Any) -> Any:
+        frames.extend(frame for frame in given[-1:] if frame)
+        return send(*given)
 
-    def _keep(self, frame: bytes) -> None:
-        self.frames.append(frame)
-        self._send(frame)
+    end.send = keep
+    return frames
+
+
+def end_of(engine: EngineParty) -> Any:
+    return engine.endpoint.connection("ipc", engine.endpoint._trainer).end
 
 
 def test_what_was_recorded_of_an_earlier_refit_is_refused_and_hinders_nobody(pair):
     trainer, engine = pair
-    recorder = Recorder(engine)
+    frames = recorded(end_of(engine))
     assert_refit(trainer, engine)
     with closing(Stranger(trainer)) as stranger:
         trainer.begin()
-        stranger.say(*recorder.frames)
+        stranger.say(*frames)
         until(lambda: trainer.endpoint.jobs[-1].session._noise)
         assert not trainer.endpoint.jobs[-1].session.connections
         engine.begin()
         assert engine.outcome()["version"] == trainer.outcome()["version"] == 2
 
 
-class Tape:
-    """What a trainer says on its connections, in the order of the refits."""
-
-    def __init__(self, trainer: TrainerParty) -> None:
-        self.frames: list[bytes] = []
-        end = trainer.endpoint.connection("ipc").end
-        self._send = end.send
-        end.send = self._keep
-
-    def _keep(self, key: str, frame: bytes) -> bool:
-        self.frames += [frame] if frame else []
-        return self._send(key, frame)
-
-
 def test_a_whole_refit_that_is_played_to_an_engine_is_refused(pair):
     """By somebody who recorded it, in the trainer's place: the engine keeps what it has."""
     trainer, engine = pair
-    tape = Tape(trainer)
+    frames = recorded(trainer.endpoint.connection("ipc").end)
     assert_refit(trainer, engine)
-    recorded = list(tape.frames)
+    first = list(frames)
     assert_refit(trainer, engine)
     player = ControlServer(f"ipc://{Path(endpoint(trainer).removeprefix('ipc://')).parent}/player")
     with closing(player):
@@ -189,7 +178,7 @@ def test_a_whole_refit_that_is_played_to_an_engine_is_refused(pair):
         engine.begin(deadline_s=SOON)
         key: list[str] = []
         until(lambda: key.extend(k for k, _ in player.receive(0.05)) or key)
-        for frame in recorded:
+        for frame in first:
             player.send(key[0], frame)
         error = engine.failure()
     assert isinstance(error, RefitProtocolError)
@@ -202,14 +191,14 @@ def test_a_whole_refit_that_is_played_to_an_engine_is_refused(pair):
 
 def test_frames_of_an_earlier_refit_that_come_during_another_do_no_harm(pair):
     trainer, engine = pair
-    recorder = Recorder(engine)
+    frames = recorded(end_of(engine))
     assert_refit(trainer, engine)
     engine.stall("write")
     trainer.begin()
     engine.begin()
     engine.reached()
     with closing(Stranger(trainer)) as stranger:
-        stranger.say(*recorder.frames)
+        stranger.say(*frames)
         engine.release()
         assert engine.outcome()["version"] == trainer.outcome()["version"] == 2
     assert engine.holds(0)
@@ -217,7 +206,7 @@ def test_frames_of_an_earlier_refit_that_come_during_another_do_no_harm(pair):
 
 def test_a_frame_with_a_flipped_bit_ends_the_refit_of_who_sent_it(pair):
     trainer, engine = pair
-    end = engine.endpoint.connection("ipc", engine.endpoint._trainer).end
+    end = end_of(engine)
     send, said = end.send, []
 
     def flip(frame: bytes) -> None:

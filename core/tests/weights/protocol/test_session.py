@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -50,12 +51,9 @@ from rl_core.weights.protocol.sender_session import SenderSession
 from rl_core.weights.protocol.session import Attach, Confirm, Effect, Install, Phase, Publish, Send
 
 
-def test_a_receiver_takes_every_step_of_a_refit_without_an_error():
-    assert receiver_at("committed").error is None
-
-
-def test_a_sender_takes_every_step_of_a_refit_without_an_error():
-    assert sender_at("committed").error is None
+@pytest.mark.parametrize("at", [receiver_at, sender_at])
+def test_each_side_takes_every_step_of_a_refit_without_an_error(at: Callable[[str], Any]):
+    assert at("committed").error is None
 
 
 def test_a_refit_of_nothing_needs_no_bucket():

@@ -10,10 +10,12 @@ from contextlib import closing, contextmanager, nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import msgspec
 import pytest
 import torch
+from cuda_emulation import Gpu
 from simple_pair import Engine, InPlaceSink, Trainer, fails, go, make_persistent
 
 from rl_collective import collective, groups
@@ -199,15 +201,8 @@ def test_every_visible_gpu_has_a_uuid_of_its_own() -> None:
     assert visible_gpus(devices[-1])[0] == uuid_of(devices[-1])
 
 
-class FullGpu:
-    """A GPU without memory, in place of ``torch.empty``."""
-
-    def __call__(self, *args: Any, **options: Any) -> torch.Tensor:
-        raise torch.OutOfMemoryError("CUDA out of memory")
-
-
-def test_a_lack_of_memory_says_which_setting_to_lower(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch, "empty", FullGpu())
+def test_a_lack_of_memory_says_which_setting_to_lower(gpu: Gpu) -> None:
+    gpu.limit = 1024
     with pytest.raises(
         RefitError, match="cannot allocate a buffer of 4096 bytes on cuda:1"
     ) as caught:
@@ -215,33 +210,16 @@ def test_a_lack_of_memory_says_which_setting_to_lower(monkeypatch: pytest.Monkey
     assert "lower bucket_bytes" in str(caught.value.fix)
 
 
-class ExpandableSegments:
-    """An allocator all of whose memory is in one expandable segment."""
-
-    def memory_snapshot(self) -> list[dict[str, Any]]:
-        return [{"is_expandable": True, "address": 0, "total_size": 1 << 64}]
-
-
-def test_expandable_segments_are_refused_with_the_fix(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cuda, "_CUDA", ExpandableSegments())
+def test_expandable_segments_are_refused_with_the_fix(gpu: Gpu) -> None:
+    gpu.expandable = True
     with pytest.raises(RefitError, match="expandable segment") as caught:
         cuda._export(torch.empty(16, dtype=torch.uint8))
     assert "leave expandable_segments out of PYTORCH_ALLOC_CONF" in str(caught.value.fix)
 
 
-class NoSharing:
-    """An allocator whose memory CUDA cannot share, in place of torch's sharing of storages."""
-
-    def memory_snapshot(self) -> list[dict[str, Any]]:
-        return []
-
-    def _share_cuda_(self, storage: torch.UntypedStorage) -> None:
-        raise RuntimeError("operation not supported")
-
-
-def test_an_allocator_that_cannot_share_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cuda, "_CUDA", NoSharing())
-    monkeypatch.setattr(cuda, "_STORAGE", NoSharing())
+def test_an_allocator_that_cannot_share_is_named(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    refuses = mock.Mock(side_effect=RuntimeError("operation not supported"))
+    monkeypatch.setattr(gpu, "_share_cuda_", refuses)
     with pytest.raises(RefitError, match=r"cannot be shared .* operation not supported") as caught:
         CudaRegion.create(16, torch.device("cpu"))
     assert "collective transport" in str(caught.value.fix)

@@ -22,6 +22,7 @@ from remote import Remote
 from simple_pair import (
     BUCKET,
     SOON,
+    DictSink,
     Engine,
     InPlaceSink,
     Replicas,
@@ -49,20 +50,17 @@ from rl_core.weights.transports.memory import SharedRegion
 
 
 @pytest.mark.usefixtures("either_device")
-@pytest.mark.parametrize("kind", ["written", "in place"])
+@pytest.mark.parametrize("kind", [DictSink, InPlaceSink])
 @pytest.mark.parametrize("verify", ["none", "wire", "installed"])
 def test_every_kind_of_tensor_arrives_bit_for_bit(keep, verify, kind):
     tensors = make_tensors()
     trainer = keep(Trainer(tensors))
-    if kind == "written":
-        engine = keep(Engine(blank(tensors)))
-    else:
-        engine = keep(Engine(blank(tensors), kind=InPlaceSink))
+    engine = keep(Engine(blank(tensors), kind=kind))
     report = go(trainer, engine, verify=verify)
     assert same(tensors, engine.sink.tensor)
     assert engine.sink.calls[0] == "begin"
     assert engine.sink.calls[-2:] == ["finish", "commit"]
-    assert ("write" in engine.sink.calls) == (kind == "written")
+    assert ("write" in engine.sink.calls) == (kind is DictSink)
     assert report.version == engine.receiver.version == trainer.sender.version == 1
 
 
