@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 #: Times that were measured, addresses, what a job keeps for its caller, and caches: what they know
 #: of memory is of lanes that are open, which are written down.
 _IGNORED = {
-    "phase_seconds", "_entered", "_reported_at", "looked", "_addresses", "future", "at", "endpoint",
+    "phase_seconds", "_entered", "_reported_at", "looked", "_lying", "future", "at", "endpoint",
     "_buckets", "buckets", "_plans", "_on_gpu",
 }  # fmt: skip
 #: Whose threads are written down: the product's, and those who ask for something.

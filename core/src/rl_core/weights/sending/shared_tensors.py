@@ -78,12 +78,12 @@ class SharedTensors:
         self.lane: Lane = NoLane()
         self.lacked: tuple[WeightManifest | None, str] = (None, "")
         self._manifest: WeightManifest | None = None
-        self._pieces: list[Any] = []
+        self._lying: list[Any] = []
         self._places: tuple[Partition, LanePlaces] | None = None
 
     def lie_there(self, manifest: WeightManifest, pieces: Sequence[Piece]) -> bool:
         """Whether these pieces lie as those that were moved did."""
-        return self._manifest is manifest and self._pieces == lying(pieces)
+        return self._manifest is manifest and self._lying == lying(pieces)
 
     def move(
         self,
@@ -130,7 +130,7 @@ class SharedTensors:
             memory.move(lane.allocate_view(place, place + memory.storage.nbytes()))
         if moves:
             lane.free_old_memory()
-        self.lane, self._manifest, self._pieces = lane, manifest, lying(pieces)
+        self.lane, self._manifest, self._lying = lane, manifest, lying(pieces)
         self._places, self.lacked = None, (None, "")
         return ""
 
