@@ -10,7 +10,7 @@ import pytest
 from mutant_sample import SAMPLES, changed_files, number_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Iterator, Mapping
     from pathlib import Path
 
 _LEFT = pytest.StashKey[Counter[str]]()
@@ -27,6 +27,23 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
         return make_tiny_model(tmp_path_factory.mktemp("models") / family, family, **overrides)
 
     return make
+
+
+@pytest.fixture(scope="session")
+def model(tiny: Callable[..., Path]) -> Path:
+    """The directory of the tiny model of which most tests need no more than one."""
+    return tiny()
+
+
+@pytest.fixture(scope="module")
+def one_thread() -> Iterator[None]:
+    """Sums here in the order of workers with one thread; others are added up in another order."""
+    import torch
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -14,12 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from real_engines import (
-    grpo,
-    policy_of_ranks,
-    prompts,
-    refit_every_way,
-)
+from real_engines import grpo, policy_of_ranks, prompts, refit_every_way
 
 from rl_conformance.memory import MemoryPeak
 from rl_conformance.models import make_tiny_model
@@ -55,11 +50,6 @@ EXPERTS = {
 
 
 @pytest.fixture(scope="module")
-def dense(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_tiny_model(tmp_path_factory.mktemp("dense") / "tiny", "qwen2")
-
-
-@pytest.fixture(scope="module")
 def experts(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_tiny_model(tmp_path_factory.mktemp("experts") / "tiny", "qwen3", **EXPERTS)
 
@@ -75,23 +65,31 @@ def start(name: str, model: Path, **own: Any) -> Any:
     return engine
 
 
-@pytest.fixture(
-    scope="module",
-    params=[(name, workers) for name in SHARDS for workers in (1, 2)],
-    ids=lambda param: "-".join(map(str, param)),
-)
-def engine(request: pytest.FixtureRequest, dense: Path) -> Iterator[Any]:
-    name, workers = request.param
-    engine = start(name, dense, **{SHARDS[name]: workers})
-    yield engine
-    engine.shutdown()
+def of_each_kind(model: str) -> Any:
+    """A fixture: each engine that needs an environment, of one worker and of two."""
+
+    @pytest.fixture(
+        scope="module",
+        params=[(name, workers) for name in SHARDS for workers in (1, 2)],
+        ids=lambda param: "-".join(map(str, param)),
+    )
+    def engine(request: pytest.FixtureRequest) -> Iterator[Any]:
+        name, workers = request.param
+        engine = start(name, request.getfixturevalue(model), **{SHARDS[name]: workers})
+        yield engine
+        engine.shutdown()
+
+    return engine
+
+
+engine, engine_of_experts = of_each_kind("model"), of_each_kind("experts")
 
 
 @pytest.mark.filterwarnings("ignore:.* had version:rl_core.LoopWarning")  # the engine is shared
 @pytest.mark.parametrize("ranks", ["one", "tp2", "pp2"])
 @needs_engines
-def test_every_refit_brings_every_engine_to_the_ranks(engine: Any, dense: Path, ranks: str) -> None:
-    with policy_of_ranks(dense, ranks) as policy:
+def test_every_refit_brings_every_engine_to_the_ranks(engine: Any, model: Path, ranks: str) -> None:
+    with policy_of_ranks(model, ranks) as policy:
         refit(policy, engine, deadline_s=60.0)  # the first of a policy has no delta
         refit_every_way(policy, engine)
 
@@ -101,18 +99,6 @@ def test_experts_reach_an_engine_of_their_names(experts: Path, ranks: str) -> No
     engine = start("hf", experts)
     with policy_of_ranks(experts, ranks) as policy:
         refit_every_way(policy, engine)
-    engine.shutdown()
-
-
-@pytest.fixture(
-    scope="module",
-    params=[(name, workers) for name in SHARDS for workers in (1, 2)],
-    ids=lambda param: "-".join(map(str, param)),
-)
-def engine_of_experts(request: pytest.FixtureRequest, experts: Path) -> Iterator[Any]:
-    name, workers = request.param
-    engine = start(name, experts, **{SHARDS[name]: workers})
-    yield engine
     engine.shutdown()
 
 

@@ -12,7 +12,6 @@ import torch
 from sharded import batch, engine_of, same, sources, weights
 
 from rl_backends.changes import WeightChanges
-from rl_conformance.models import make_tiny_model
 from rl_core.errors import LifecycleError
 from rl_core.futures import as_concurrent, spawn, wait
 from rl_core.weights import refit
@@ -26,21 +25,8 @@ if TYPE_CHECKING:
 
     from rl_hosting.cluster import RemotePolicy
 
+pytestmark = pytest.mark.usefixtures("one_thread")
 SOON = 60.0
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    """Here as in the workers: with more, sums are made in another order."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_tiny_model(tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture(scope="module")

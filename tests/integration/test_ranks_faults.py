@@ -17,7 +17,6 @@ import sharded
 from cluster_doubles import pids, wait_until_gone
 from sharded import engine_of, same, weights
 
-from rl_conformance.models import make_tiny_model
 from rl_conformance.reference.generation import ReferenceGeneration
 from rl_core.errors import LoopWarning, RLError, WeightsTornError, WorkerDiedError
 from rl_core.interfaces import WeightSink
@@ -45,11 +44,6 @@ def cases() -> Iterator[Any]:
             marks = [] if sampled else [pytest.mark.full]
             label = f"{ranks}-{phase}-{name}-rank{victim}".replace(" ", "-")
             yield pytest.param(ranks, phase, name, victim, id=label, marks=marks)
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_tiny_model(tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture(scope="module")

@@ -13,18 +13,12 @@ from cluster_doubles import pids
 from sharded import batch, engine_of, same, sources, weights
 from simple_pair import until
 
-from rl_conformance.models import make_tiny_model
 from rl_core.errors import RLError
 from rl_core.weights import refit
 from rl_losses import NLLLossFn
 
 RayVirtualCluster: Any = pytest.importorskip("rl_ray").RayVirtualCluster
 pytestmark = pytest.mark.ray
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_tiny_model(tmp_path_factory.mktemp("model"))
 
 
 def test_two_ranks_on_ray_do_what_one_process_does_until_one_dies(

@@ -13,7 +13,6 @@ import torch
 
 from rl_conformance.diagnostics.agreement import measure_log_probability_consistency
 from rl_conformance.diagnostics.engine import random_prompts, test_max_model_len_respected
-from rl_conformance.models import make_tiny_model
 from rl_core import (
     BatchedDataDict,
     DataError,
@@ -27,23 +26,9 @@ from rl_core.weights import refit
 from rl_losses import NLLLossFn, training_batch
 from rl_ray import RayVirtualCluster
 
-pytestmark = pytest.mark.ray
+pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("one_thread")]
 
 LENGTHS = [3, 9, 1, 14, 6, 6, 2, 11]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    """Sums in the order in which a worker with one CPU adds them up."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_tiny_model(tmp_path_factory.mktemp("model") / "tiny", "qwen2")
 
 
 @pytest.fixture(scope="module")

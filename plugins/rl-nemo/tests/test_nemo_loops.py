@@ -16,7 +16,6 @@ import ray
 import torch
 
 import rl_nemo
-from rl_conformance.models import make_tiny_model
 from rl_core import create_generation, create_policy
 from rl_core.batch import BatchedDataDict
 from rl_core.errors import ConfigError, DataError, LifecycleError
@@ -29,16 +28,11 @@ SAMPLES = 4
 PROMPTS = torch.randint(3, 200, (8, 5), generator=torch.Generator().manual_seed(0))
 
 
-@pytest.fixture(scope="module")
-def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_tiny_model(tmp_path_factory.mktemp("models") / "qwen2", "qwen2")
-
-
 WHERE = ["embedded", pytest.param("cluster", marks=pytest.mark.full)]
 
 
 @pytest.fixture(scope="module", params=WHERE)
-def make(request: pytest.FixtureRequest, path: Path) -> Iterator[Any]:
+def make(request: pytest.FixtureRequest, model: Path) -> Iterator[Any]:
     """``make("policy" or "generation", **config)``: in this process, or two workers of each."""
     cluster = LocalCluster(2) if request.param == "cluster" else None
     cloudpickle.register_pickle_by_value(nemo_loops)  # workers cannot import it
@@ -49,7 +43,7 @@ def make(request: pytest.FixtureRequest, path: Path) -> Iterator[Any]:
         def build(kind: str, **config: Any) -> Any:
             create = {"policy": create_policy, "generation": create_generation}[kind]
             more = {"optimizer": {"lr": 1e-2}} if kind == "policy" else {"max_new_tokens": 6}
-            given = {"backend": "hf", "model_name": str(path), **more, **config}
+            given = {"backend": "hf", "model_name": str(model), **more, **config}
             made = create(given, cluster)
             stack.callback(made.shutdown)
             return made
@@ -67,9 +61,9 @@ def reward(output: Any) -> torch.Tensor:
     return good.sum(1) / answer.sum(1).clamp(min=1)
 
 
-def test_grpo_with_two_trainers_and_two_replicas(path: Path) -> None:
+def test_grpo_with_two_trainers_and_two_replicas(model: Path) -> None:
     with LocalCluster(2) as cluster:
-        config = {"backend": "hf", "model_name": str(path)}
+        config = {"backend": "hf", "model_name": str(model)}
         policy = create_policy(config, cluster)
         generation = create_generation({**config, "max_new_tokens": 6, "seed": 3}, cluster)
         rl_nemo.connect(policy, generation)
@@ -149,7 +143,7 @@ def test_the_asynchronous_loop_s_order_of_calls(make: Any, colocated: bool) -> N
 
 
 @pytest.mark.ray
-def test_an_engine_generates_in_the_actor_it_is_sent_to(path: Path) -> None:
+def test_an_engine_generates_in_the_actor_it_is_sent_to(model: Path) -> None:
     @ray.remote(num_cpus=0)
     def collect(generation: Any, rows: Any) -> Any:
         return asyncio.run(nemo_loops.generate_responses_async(generation, rows))
@@ -157,9 +151,9 @@ def test_an_engine_generates_in_the_actor_it_is_sent_to(path: Path) -> None:
     rows = nemo_loops.rows_of(PROMPTS, 1)
     ray.cloudpickle.register_pickle_by_value(nemo_loops)
     with RayVirtualCluster([2], ray_options={"num_cpus": 4}) as cluster:
-        config = {"backend": "hf", "model_name": str(path), "max_new_tokens": 6, "seed": 3}
+        config = {"backend": "hf", "model_name": str(model), "max_new_tokens": 6, "seed": 3}
         generation = create_generation(config, cluster)
-        rl_nemo.connect(create_policy({"backend": "hf", "model_name": str(path)}), generation)
+        rl_nemo.connect(create_policy({"backend": "hf", "model_name": str(model)}), generation)
         generation.prepare_for_generation()
         there = [wait([collect.remote(generation, rows)], 120)[0] for _ in range(2)]
         here = generation.generate(rows)
@@ -251,7 +245,7 @@ def test_two_paths_of_a_checkpoint_are_refused(make: Any, tmp_path: Path) -> Non
             policy.save_checkpoint(**paths)
 
 
-def test_an_engine_that_was_sent_elsewhere_does_not_refit(path: Path) -> None:
+def test_an_engine_that_was_sent_elsewhere_does_not_refit() -> None:
     synchronizer = rl_nemo.RefitSynchronizer(None, None)  # type: ignore[arg-type]
     sent = pickle.loads(pickle.dumps(synchronizer))
     with pytest.raises(LifecycleError, match="no trainer"):

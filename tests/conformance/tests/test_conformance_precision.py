@@ -12,18 +12,12 @@ from mutants import all_mutants, examine, target
 
 from rl_conformance.continuations import find_certain
 from rl_conformance.expect import NotRun
-from rl_conformance.models import make_tiny_model
 from rl_conformance.oracle import Oracle, Truncated, truncated_distribution
 from rl_conformance.outcome import Verdict
 from rl_conformance.run import run, select
 from rl_conformance.settings import Settings
 
 _TOKENS = "G4 or G7 or G8 or G10 and (top_p or all_three) or G11 or G12 and not many or G17"
-
-
-@pytest.fixture(scope="module")
-def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_tiny_model(tmp_path_factory.mktemp("model") / "qwen2", "qwen2")
 
 
 def test_the_dtype_follows_the_device() -> None:
@@ -56,8 +50,8 @@ def test_wider_tolerances_still_see(name: str) -> None:
     assert examine(mutant, "bfloat16").failed
 
 
-def test_the_oracle_has_the_weights_of_the_dtype(path: Path) -> None:
-    exact, rounded = Oracle(path), Oracle(path, "bfloat16")
+def test_the_oracle_has_the_weights_of_the_dtype(model: Path) -> None:
+    exact, rounded = Oracle(model), Oracle(model, "bfloat16")
     weights = dict(rounded.model.named_parameters())
     for name, weight in exact.model.named_parameters():
         assert weights[name].dtype == torch.float32
@@ -66,8 +60,8 @@ def test_the_oracle_has_the_weights_of_the_dtype(path: Path) -> None:
     assert tied[0] is tied[1]
 
 
-def test_certain_tokens_are_those_of_bfloat16_too(path: Path) -> None:
-    oracle = Oracle(path, "bfloat16")
+def test_certain_tokens_are_those_of_bfloat16_too(model: Path) -> None:
+    oracle = Oracle(model, "bfloat16")
     found = find_certain(oracle, [5, 1, 5, 33], steps=4, lead=0.4)
     assert [len(each.prompt) for each in found] == [5, 1, 5, 33]
     assert found[0].prompt != found[2].prompt
@@ -80,9 +74,9 @@ def test_certain_tokens_are_those_of_bfloat16_too(path: Path) -> None:
         assert ids[0, len(each.prompt) :].tolist() == each.tokens
 
 
-def test_a_model_without_a_certain_token_is_said(path: Path) -> None:
+def test_a_model_without_a_certain_token_is_said(model: Path) -> None:
     with pytest.raises(NotRun, match="4 tokens that lead by 50"):
-        find_certain(Oracle(path), [5], steps=4, lead=50.0)
+        find_certain(Oracle(model), [5], steps=4, lead=50.0)
 
 
 @given(
