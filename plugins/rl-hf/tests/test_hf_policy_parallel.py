@@ -2,21 +2,15 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
-import textwrap
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from hf_ranks import run_ranks
 
 from rl_backends.policy.ranks import RankGroup
 from rl_core.errors import ConfigError
 from rl_core.interfaces import WorkerContext
-from rl_core.ports import free_port
 
 WORKER = """
     import json, sys, torch
@@ -73,31 +67,13 @@ WORKER = """
 """
 
 
-def run(model: Path, directory: Path, size: int) -> list[dict[str, Any]]:
-    port = free_port()
-    directory.mkdir()
-    workers = [
-        subprocess.Popen(
-            [sys.executable, "-c", textwrap.dedent(WORKER), model, directory]
-            + [str(number) for number in (rank, size, port)],
-            stdout=subprocess.PIPE,
-            text=True,
-            env=os.environ | {"OMP_NUM_THREADS": "1"},
-        )
-        for rank in range(size)
-    ]
-    try:
-        outputs = [worker.communicate(timeout=120)[0] for worker in workers]
-    finally:
-        for worker in workers:
-            worker.kill()
-    return [json.loads(output.splitlines()[-1]) for output in outputs]
-
-
 @pytest.fixture(scope="module")
 def results(tiny, tmp_path_factory) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     directory = tmp_path_factory.mktemp("parallel")
-    return run(tiny(), directory / "alone", 1)[0], run(tiny(), directory / "pair", 2)
+    (directory / "alone").mkdir()
+    (directory / "pair").mkdir()
+    [alone] = run_ranks(WORKER, 1, tiny(), directory / "alone")
+    return alone, run_ranks(WORKER, 2, tiny(), directory / "pair")
 
 
 def test_two_workers_step_as_one_does(results):

@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
-import textwrap
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -15,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from hf_ranks import run_ranks
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
@@ -26,7 +23,6 @@ from rl_core import create_generation, create_policy
 from rl_core.batch import BatchedDataDict
 from rl_core.errors import ConfigError, RLError
 from rl_core.interfaces import WorkerContext
-from rl_core.ports import free_port
 from rl_core.weights import refit
 from rl_hf.lora import MergedWeightSource, merged_state
 from rl_hf.policy import HuggingFacePolicy
@@ -310,31 +306,9 @@ WORKER = """
 """
 
 
-def workers(
-    model: Path, directory: Path, what: str, size: int, script: str = WORKER
-) -> list[dict[str, Any]]:
-    port = free_port()
-    started = [
-        subprocess.Popen(
-            [sys.executable, "-c", textwrap.dedent(script), model, directory, what]
-            + [str(number) for number in (rank, size, port)],
-            stdout=subprocess.PIPE,
-            text=True,
-            env=os.environ | {"OMP_NUM_THREADS": "1"},
-        )
-        for rank in range(size)
-    ]
-    try:
-        outputs = [worker.communicate(timeout=120)[0] for worker in started]
-    finally:
-        for worker in started:
-            worker.kill()
-    return [json.loads(output.splitlines()[-1]) if output else {} for output in outputs]
-
-
 def test_each_rank_has_its_part_and_logits_are_made_in_parts(tiny, tmp_path):
     path = tiny("qwen3", vocab_size=269, **EXPERTS)
-    first, second = workers(path, tmp_path, "trains", 2)
+    first, second = run_ranks(WORKER, 2, path, tmp_path, "trains")
     assert first["losses"] == second["losses"]
     assert not first["groups left"]
     batches = [training_batch((3, 4, 5, 6, 2, 4)), training_batch((24, 20, 16, 24, 18, 22), seed=1)]
@@ -420,7 +394,7 @@ def test_each_rank_has_all_adapters_and_merges_its_boxes_alone(tiny, tmp_path, s
         "optimizer": {"lr": 1e-2},
         "max_grad_norm": 0.1,
     }
-    found = workers(path, tmp_path, json.dumps(config), size, ADAPTERS)
+    found = run_ranks(ADAPTERS, size, path, tmp_path, json.dumps(config))
     first = found[0]
     assert all("lora_" in name for name in first["whole"])
     assert not any("lora_" in name for name in first["sharded"])
@@ -459,14 +433,14 @@ def test_each_rank_has_all_adapters_and_merges_its_boxes_alone(tiny, tmp_path, s
 
 
 def test_a_rank_that_dies_in_a_step_is_named(tiny, tmp_path):
-    survivor, _ = workers(tiny(), tmp_path, "dies", 2)
+    survivor, _ = run_ranks(WORKER, 2, tiny(), tmp_path, "dies")
     assert survivor["error"] == "WorkerDiedError"
     assert survivor["rank"] == 1
     assert survivor["seconds"] < 30
 
 
 def test_a_rank_that_fails_amid_layers_says_so_at_once_and_from_then_on(tiny, tmp_path):
-    other, failed = workers(tiny(), tmp_path, "fails", 2)
+    other, failed = run_ranks(WORKER, 2, tiny(), tmp_path, "fails")
     (first, why), (then, again) = failed["errors"]
     assert (first, why) == ("Full", "no memory")
     assert then == "LifecycleError"
@@ -475,7 +449,7 @@ def test_a_rank_that_fails_amid_layers_says_so_at_once_and_from_then_on(tiny, tm
 
 
 def test_all_ranks_raise_what_ends_the_writing_on_rank_0_and_go_on(tiny, tmp_path):
-    first, other = workers(tiny(), tmp_path, "writes", 2)
+    first, other = run_ranks(WORKER, 2, tiny(), tmp_path, "writes")
     assert first["errors"] == ["CheckpointError"] * 3
     assert other["errors"] == ["TrainingError"] * 3
     assert max(first["seconds"], other["seconds"]) < 30
