@@ -10,7 +10,7 @@ from unittest import mock
 
 import pytest
 import torch
-from simple_pair import BUCKET, SOON, Engine, blank, describe, go, make_tensors, same
+from simple_pair import BUCKET, SOON, Engine, blank, describe, go, make_tensors, same, until
 
 from rl_backends import PolicyRefits
 from rl_backends.ranks import RankProcess
@@ -168,12 +168,8 @@ class Ranks:
 
     def closed(self) -> list[list[int]]:
         """How often each source was closed, once those that are busy have had time for it."""
-        end = time.monotonic() + SOON
-        while True:
-            counts = [[part.closed for part in rank.parts] for rank in self.ranks]
-            if all(all(rank) for rank in counts) or time.monotonic() > end:
-                return counts
-            time.sleep(0.01)
+        until(lambda: all(part.closed for rank in self.ranks for part in rank.parts), "the close")
+        return [[part.closed for part in rank.parts] for rank in self.ranks]
 
 
 @pytest.fixture(params=[2, 4])
@@ -577,9 +573,7 @@ def test_a_process_is_told_by_what_the_system_says_of_it() -> None:
     try:
         assert peer.state() == "runs"
         os.kill(process.pid, signal.SIGSTOP)
-        end = time.monotonic() + SOON
-        while peer.state() != "stopped":
-            assert time.monotonic() < end
+        until(lambda: peer.state() == "stopped")
         assert peer.describe_state() == "does not answer: its process is stopped"
     finally:
         process.kill()
@@ -599,10 +593,8 @@ def test_a_rank_that_is_ahead_takes_the_refit_that_it_waited_for(
     [superseded] = first.send_weights(number=1, deadline_s=SOON)
     calls = [f for rank in others for f in rank.send_weights(number=2, deadline_s=SOON)]
     jobs = [rank._sender.jobs[0] for rank in others]
-    end = time.monotonic() + SOON
-    while not all(job.session.leader_number for job in jobs):  # they know where rank 0 is
-        assert time.monotonic() < end
-        time.sleep(0.01)
+    # They know where rank 0 is.
+    until(lambda: all(job.session.leader_number for job in jobs))
     calls += first.send_weights(number=2, deadline_s=SOON, bucket_bytes=BUCKET)
     engine.prepare_refit_info(first.prepare_refit_info() | {"number": 2})
     wait([*calls, *engine.receive_weights(deadline_s=SOON)], SOON)

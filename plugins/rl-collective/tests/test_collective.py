@@ -41,6 +41,30 @@ def new_sender(receivers: int = 1) -> Any:
 
 
 @contextmanager
+def pair() -> Iterator[tuple[Any, Any]]:
+    """A sender and its receiver, both in this process."""
+    sender = new_sender()
+    receiver = COLLECTIVE.receiver(sender.address)
+    receiver.rendezvous(SOON)
+    sender.rendezvous(SOON)
+    yield sender, receiver
+    receiver.close()
+    sender.close()
+
+
+def passes(sender: Any, receiver: Any, nbytes: int) -> None:
+    """So many bytes go from one to the other, in lanes of their own."""
+    mine = sender.lane(nbytes, CPU, ["a"])
+    its = receiver.attach(mine.ref, "a")
+    its.expect(0, nbytes)
+    fill(mine, 0, nbytes, 9)
+    await_arrival(its)
+    assert its.data.eq(9).all()
+    its.close()
+    mine.close()
+
+
+@contextmanager
 def members(count: int) -> Iterator[tuple[Any, list[Remote]]]:
     """A sender here, and receivers ``r0``, ``r1``, ... in processes of their own."""
     with ExitStack() as stack:
@@ -150,18 +174,8 @@ def test_what_is_published_before_the_receivers_attach_waits_for_them():
 
 
 def test_both_ends_may_be_in_one_process():
-    sender = new_sender()
-    receiver = COLLECTIVE.receiver(sender.address)
-    receiver.rendezvous(SOON)
-    sender.rendezvous(SOON)
-    mine = sender.lane(MIB, CPU, ["a"])
-    its = receiver.attach(mine.ref, "a")
-    its.expect(0, MIB)
-    fill(mine, 0, MIB, 9)
-    await_arrival(its)
-    assert its.data.eq(9).all()
-    receiver.close()
-    sender.close()
+    with pair() as ends:
+        passes(*ends, MIB)
 
 
 def test_the_group_is_independent_of_a_default_group(tmp_path):
@@ -275,17 +289,8 @@ def test_a_receiver_outlives_its_sender_and_joins_the_next(fate, begun, runs):
                 await_arrival(lane)
         lane.close()
         receiver.close()
-    sender = new_sender()
-    receiver = COLLECTIVE.receiver(sender.address)
-    receiver.rendezvous(SOON)
-    mine = sender.lane(MIB, CPU, ["a"])
-    its = receiver.attach(mine.ref, "a")
-    its.expect(0, MIB)
-    fill(mine, 0, MIB, 2)
-    await_arrival(its)
-    assert its.data.eq(2).all()
-    receiver.close()
-    sender.close()
+    with pair() as ends:
+        passes(*ends, MIB)
 
 
 def exchange(sender: Remote, lane: Any) -> None:
@@ -331,25 +336,12 @@ def test_a_lane_whose_receivers_never_come_closes():
 
 
 def test_fifty_groups_leave_nothing_behind():
-    def use() -> None:
-        mine = sender.lane(1000, CPU, ["a"])
-        its = receiver.attach(mine.ref, "a")
-        its.expect(0, 1000)
-        fill(mine, 0, 1000, 1)
-        await_arrival(its)
-        its.close()
-        mine.close()
-
-    sender = new_sender()
-    receiver = COLLECTIVE.receiver(sender.address)
-    receiver.rendezvous(SOON)
-    use()
-    before = held()
-    for _ in range(50):
-        use()
-    until_no_more_than(before, held)
-    receiver.close()
-    sender.close()
+    with pair() as ends:
+        passes(*ends, 1000)
+        before = held()
+        for _ in range(50):
+            passes(*ends, 1000)
+        until_no_more_than(before, held)
 
 
 # -- meeting ---------------------------------------------------------------------------------------
