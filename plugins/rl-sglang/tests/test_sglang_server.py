@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from fake_sglang_server import FakeSglangServer
 
 KEY = "sk-very-secret-indeed"
+SAMPLING = "preferred_sampling_params"
 
 
 # -- who the server is ----------------------------------------------------------------------------
@@ -90,47 +91,30 @@ def test_key_is_sent_and_not_kept_in_what_is_shown(connect: Any, fake: FakeSglan
     assert KEY not in f"{caught.value!r} {generation!r} {generation.config}"
 
 
-@pytest.mark.parametrize("version", ["0.4.9", "0.6.0"])
-def test_release_that_was_not_tested_is_refused(
-    connect: Any, fake: FakeSglangServer, version: str
-) -> None:
-    fake.server_info["version"] = version
-    with pytest.raises(IncompatiblePluginError, match=version):
-        connect()
-
-
 @pytest.mark.parametrize(
-    ("where", "what", "said"),
+    ("error", "where", "key", "value", "said"),
     [
-        ("server_info", {"version": None}, "its version of SGLang"),
-        ("server_info", {"max_req_input_len": "many"}, "max_req_input_len"),
-        ("model_info", {"model_path": None}, "model_path"),
+        # releases that were not tested
+        (IncompatiblePluginError, "server_info", "version", "0.4.9", "0.4.9"),
+        (IncompatiblePluginError, "server_info", "version", "0.6.0", "0.6.0"),
+        # no SGLang
+        (PluginError, "server_info", "version", None, "its version of SGLang"),
+        (PluginError, "server_info", "max_req_input_len", "many", "max_req_input_len"),
+        (PluginError, "model_info", "model_path", None, "model_path"),
+        # servers whose answers mean something else
+        (CapabilityError, "model_info", "is_generation", False, "does not generate"),
+        (CapabilityError, "model_info", SAMPLING, {"logit_bias": {}}, "logit_bias"),
+        (CapabilityError, "model_info", SAMPLING, '{"regex": "a"}', "regex"),
+        (CapabilityError, "server_info", "disaggregation_mode", "prefill", "prefill"),
+        (CapabilityError, "server_info", "speculative_algorithm", "EAGLE", "EAGLE"),
+        (CapabilityError, "server_info", "watermark_enforce_all", True, "watermark"),
     ],
 )
-def test_server_that_is_no_sglang_is_refused(
-    connect: Any, fake: FakeSglangServer, where: str, what: dict[str, Any], said: str
+def test_server_that_is_of_no_use_is_refused(
+    connect: Any, fake: FakeSglangServer, error: Any, where: str, key: str, value: Any, said: str
 ) -> None:
-    getattr(fake, where).update(what)
-    with pytest.raises(PluginError, match=said):
-        connect()
-
-
-@pytest.mark.parametrize(
-    ("where", "what", "said"),
-    [
-        ("model_info", {"is_generation": False}, "does not generate"),
-        ("model_info", {"preferred_sampling_params": {"logit_bias": {}}}, "logit_bias"),
-        ("model_info", {"preferred_sampling_params": '{"regex": "a"}'}, "regex"),
-        ("server_info", {"disaggregation_mode": "prefill"}, "prefill"),
-        ("server_info", {"speculative_algorithm": "EAGLE"}, "EAGLE"),
-        ("server_info", {"watermark_enforce_all": True}, "watermark"),
-    ],
-)
-def test_server_whose_answers_mean_something_else_is_refused(
-    connect: Any, fake: FakeSglangServer, where: str, what: dict[str, Any], said: str
-) -> None:
-    getattr(fake, where).update(what)
-    with pytest.raises(CapabilityError, match=said):
+    getattr(fake, where)[key] = value
+    with pytest.raises(error, match=said):
         connect()
 
 
