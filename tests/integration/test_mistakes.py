@@ -442,79 +442,85 @@ SCORE = "def score(completions, **columns):\n    return [1.0] * len(completions)
 UTF_16 = ROW.encode("utf-16")
 STEPS = "class Steps:\n    def step(self, completion):\n        pass\n"
 
-#: Arguments, files besides those of a run without mistakes, and words of the error.
-RUNS: dict[str, tuple[list[str], dict[str, str | bytes], str]] = {
-    "a misspelt section": (["policy.optimiser.lr=1e-3"], {}, "argument policy.optimiser.lr=1e-3"),
-    "blanks around =": (["steps", "=", "3"], {}, "each key=value as one word"),
-    "blanks in a list": (["rewards=[exact,", "format]"], {}, "in quotes if it has spaces"),
-    "==": (["steps==3"], {}, "each key=value as one word"),
-    "a colon": (["steps:3"], {}, "each key=value as one word"),
-    "two files": (["more.yaml"], {}, "write the file first"),
-    "--steps 3": (["--steps", "3"], {}, "write FILE KEY=VALUE without dashes"),
-    "--policy.optimizer.lr=1": (["--policy.optimizer.lr=1"], {}, "FILE KEY=VALUE without dashes"),
-    "Hydra's slashes": (["policy/optimizer/lr=1"], {}, "write `policy.optimizer.lr=...`"),
-    "an entry of a list": (["rewards.0=math"], {}, "set a list as a whole"),
-    "None for null": (["steps=None"], {}, "YAML reads None as text: set 'steps' to null"),
-    "one reward": (["rewards=exact"], {}, "set 'rewards' to ['exact']"),
-    "one device": (["placement.policy.devices=0"], {}, "devices' to [0]"),
-    "TRL: learning_rate": (["learning_rate=1"], {}, "write `policy.optimizer.lr=...`"),
+#: Arguments of a run without other mistakes, and words of the error.
+ARGUMENTS: dict[str, tuple[list[str], str]] = {
+    "a misspelt section": (["policy.optimiser.lr=1e-3"], "argument policy.optimiser.lr=1e-3"),
+    "blanks around =": (["steps", "=", "3"], "each key=value as one word"),
+    "blanks in a list": (["rewards=[exact,", "format]"], "in quotes if it has spaces"),
+    "==": (["steps==3"], "each key=value as one word"),
+    "a colon": (["steps:3"], "each key=value as one word"),
+    "two files": (["more.yaml"], "write the file first"),
+    "--steps 3": (["--steps", "3"], "write FILE KEY=VALUE without dashes"),
+    "--policy.optimizer.lr=1": (["--policy.optimizer.lr=1"], "FILE KEY=VALUE without dashes"),
+    "Hydra's slashes": (["policy/optimizer/lr=1"], "write `policy.optimizer.lr=...`"),
+    "an entry of a list": (["rewards.0=math"], "set a list as a whole"),
+    "None for null": (["steps=None"], "YAML reads None as text: set 'steps' to null"),
+    "one reward": (["rewards=exact"], "set 'rewards' to ['exact']"),
+    "one device": (["placement.policy.devices=0"], "devices' to [0]"),
+    "TRL: learning_rate": (["learning_rate=1"], "write `policy.optimizer.lr=...`"),
     "TRL: max_completion_length": (
         ["max_completion_length=8"],
-        {},
         "write `generation.max_new_tokens=...`",
     ),
-    "TRL: beta": (["beta=0.1"], {}, "write `loss.reference_policy_kl_penalty=...`"),
-    "TRL: epsilon": (["epsilon=0.2"], {}, "`loss.ratio_clip_min=...` and `loss.ratio_"),
-    "TRL: bf16": (["bf16=true"], {}, "`policy.torch_dtype=bfloat16` and `generation."),
-    "TRL: use_vllm": (["use_vllm=true"], {}, "write `generation.backend=vllm`"),
-    "TRL: max_steps": (["max_steps=9"], {}, "write 'steps' instead"),
-    "TRL: output_dir": (["output_dir=x"], {}, "write 'output' instead"),
-    "TRL: save_steps": (["save_steps=9"], {}, "write `checkpoint.every=...`"),
-    "TRL: report_to": (["report_to=wandb"], {}, "write `log.to=...`"),
-    "TRL: reward_weights": (
-        ["reward_weights=[1]"],
-        {},
-        "`rewards=[{function: ..., weight: ...}]`",
-    ),
-    "TRL: train_dataset": (["train_dataset=x"], {}, "write `data.path=...`"),
+    "TRL: beta": (["beta=0.1"], "write `loss.reference_policy_kl_penalty=...`"),
+    "TRL: epsilon": (["epsilon=0.2"], "`loss.ratio_clip_min=...` and `loss.ratio_"),
+    "TRL: bf16": (["bf16=true"], "`policy.torch_dtype=bfloat16` and `generation."),
+    "TRL: use_vllm": (["use_vllm=true"], "write `generation.backend=vllm`"),
+    "TRL: max_steps": (["max_steps=9"], "write 'steps' instead"),
+    "TRL: output_dir": (["output_dir=x"], "write 'output' instead"),
+    "TRL: save_steps": (["save_steps=9"], "write `checkpoint.every=...`"),
+    "TRL: report_to": (["report_to=wandb"], "write `log.to=...`"),
+    "TRL: reward_weights": (["reward_weights=[1]"], "`rewards=[{function: ..., weight: ...}]`"),
+    "TRL: train_dataset": (["train_dataset=x"], "write `data.path=...`"),
     "TRL: gradient_accumulation_steps": (
         ["gradient_accumulation_steps=2"],
-        {},
         "write `batch_size=prompts of all passes`",
     ),
-    "NeMo RL: num_prompts_per_step": (["grpo.num_prompts_per_step=8"], {}, "`batch_size=...`"),
+    "NeMo RL: num_prompts_per_step": (["grpo.num_prompts_per_step=8"], "`batch_size=...`"),
     "NeMo RL: policy.generation": (
         ["policy.generation={backend: vllm}"],
-        {},
         "set the keys of the section generation instead of policy.generation",
     ),
     "verl: actor_rollout_ref": (
         ["actor_rollout_ref.actor.optim.lr=1", "actor_rollout_ref.rollout.n=8"],
-        {},
         "'actor_rollout_ref.actor.optim.lr'; write `grpo.num_generations=...`",
     ),
-    "the optimizer at the top": (["optimizer.lr=1"], {}, "write `policy.optimizer=...`"),
+    "the optimizer at the top": (["optimizer.lr=1"], "write `policy.optimizer=...`"),
+    "completions of the engine": (
+        ["generation.num_generations=8"],
+        "set grpo.num_generations instead of generation.num_generations",
+    ),
+    "a global batch": (["policy.train_global_batch_size=5"], "set batch_size and grpo.updates"),
+    "temperature 0": (["generation.temperature=0"], "set 'do_sample' to False"),
+    "a mode of refits": (["refit.mode=fast"], "set 'mode' to 'auto', 'direct' or 'packed'"),
+    "${HOME}": (["output=${HOME}/out"], "${oc.env:NAME}"),
+    "resume: true": (["checkpoint.resume=true"], "'auto' or 'never'"),
+    "an output that is a file": (["output=rows.jsonl"], "choose another output"),
+    "a home that is empty": (["data.path=~/nowhere.jsonl"], "there is no file '/"),
+    "the split of a file": (["data.split=test"], "a file with the rows of the split"),
+    "all prompts too long": (["data.max_prompt_tokens=1"], "set data.long_prompts to cut"),
+    "a reward with dots": (["rewards=[r.score]"], "write one of these, module:name or file.py"),
+    "a file that is not there": (["rewards=[q.py:score]"], "write module:function"),
+    "a temperature": (["generation.temperature=-1"], "argument generation.temperature=-1"),
+    "a key of the policy": (["policy.lr=1"], "write `policy.optimizer.lr=...`"),
+    "a model's misspelt directory": (["model=mode1"], "write 'model', or a name on the hub"),
+    "a model's path": (["model=./mode1"], "the model directory ./mode1 does not exist in /"),
+    "an interpreter that is not there": (
+        ["generation={backend: vllm, vllm_cfg: {python: venv/bin/python}}"],
+        "set generation.vllm_cfg.python to the Python of an environment",
+    ),
+}
+
+#: Arguments, files besides those of a run without mistakes, and words of the error.
+RUNS: dict[str, tuple[list[str], dict[str, str | bytes], str]] = {
+    **{name: (given, {}, words) for name, (given, words) in ARGUMENTS.items()},
     "keys with dots in YAML": (
         [],
         {"run.yaml": RUN + "policy.optimizer.lr: 1.0\n"},
         "write `policy: {optimizer: {lr: ...}}` instead of 'policy.optimizer.lr'",
     ),
-    "completions of the engine": (
-        ["generation.num_generations=8"],
-        {},
-        "set grpo.num_generations instead of generation.num_generations",
-    ),
-    "a global batch": (["policy.train_global_batch_size=5"], {}, "set batch_size and grpo.updates"),
-    "temperature 0": (["generation.temperature=0"], {}, "set 'do_sample' to False"),
-    "a mode of refits": (["refit.mode=fast"], {}, "set 'mode' to 'auto', 'direct' or 'packed'"),
-    "${HOME}": (["output=${HOME}/out"], {}, "${oc.env:NAME}"),
-    "resume: true": (["checkpoint.resume=true"], {}, "'auto' or 'never'"),
     "a configuration in UTF-16": ([], {"run.yaml": RUN.encode("utf-16")}, "in the encoding UTF-8"),
-    "an output that is a file": (["output=rows.jsonl"], {}, "choose another output"),
     "data in UTF-16": ([], {"rows.jsonl": UTF_16}, "save the file in the encoding UTF-8"),
-    "a home that is empty": (["data.path=~/nowhere.jsonl"], {}, "there is no file '/"),
-    "the split of a file": (["data.split=test"], {}, "a file with the rows of the split"),
-    "all prompts too long": (["data.max_prompt_tokens=1"], {}, "set data.long_prompts to cut"),
     "ShareGPT's messages": (
         [],
         {"rows.jsonl": '{"prompt": [{"from": "human", "value": "1+2="}]}'},
@@ -555,8 +561,6 @@ RUNS: dict[str, tuple[list[str], dict[str, str | bytes], str]] = {
         {"r.py": SCORE.replace(":\n", "\n")},
         "r.py; what it imports must be installed",
     ),
-    "a reward with dots": (["rewards=[r.score]"], {}, "write one of these, module:name or file.py"),
-    "a file that is not there": (["rewards=[q.py:score]"], {}, "write module:function"),
     "an environment's step": (
         ["environment.function=e.py:Steps"],
         {"e.py": STEPS},
@@ -567,21 +571,12 @@ RUNS: dict[str, tuple[list[str], dict[str, str | bytes], str]] = {
         {"e.py": "def step(completion, row):\n    pass\n"},
         "name a class with step(self, completion, row)",
     ),
-    "a temperature": (["generation.temperature=-1"], {}, "argument generation.temperature=-1"),
-    "a key of the policy": (["policy.lr=1"], {}, "write `policy.optimizer.lr=...`"),
     "a file without its function": (
         ["rewards=[r.py]"],
         {"r.py": SCORE},
         "write r.py:score",
     ),
     "no data": ([], {"run.yaml": RUN.replace("path: rows.jsonl", "")}, "set data.path to a file"),
-    "a model's misspelt directory": (["model=mode1"], {}, "write 'model', or a name on the hub"),
-    "a model's path": (["model=./mode1"], {}, "the model directory ./mode1 does not exist in /"),
-    "an interpreter that is not there": (
-        ["generation={backend: vllm, vllm_cfg: {python: venv/bin/python}}"],
-        {},
-        "set generation.vllm_cfg.python to the Python of an environment",
-    ),
     "rows without the answer": (
         [],
         {"rows.jsonl": ROW + '{"prompt": "2+2="}\n' * 3},
@@ -593,6 +588,13 @@ RUNS: dict[str, tuple[list[str], dict[str, str | bytes], str]] = {
 @pytest.fixture(scope="module")
 def with_tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_model(tmp_path_factory.mktemp("runs") / "model", 0, layers=1)
+
+
+@pytest.fixture
+def folder(with_tokenizer: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The working directory, with the model of :data:`RUN`."""
+    monkeypatch.chdir(tmp_path)
+    Path("model").symlink_to(with_tokenizer)
 
 
 def test_a_missing_engine_is_noticed_before_the_policy_is_loaded(
@@ -615,14 +617,11 @@ def test_rows_that_are_none_end_in_the_fix(with_tokenizer: Path, rows: Any) -> N
 @pytest.mark.parametrize("mistake", RUNS)
 def test_a_run_ends_in_the_fix_before_a_model_is_loaded(
     mistake: str,
-    with_tokenizer: Path,
-    tmp_path: Path,
+    folder: None,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     arguments, files, words = RUNS[mistake]
-    monkeypatch.chdir(tmp_path)
-    Path("model").symlink_to(with_tokenizer)
     monkeypatch.setattr("rl_train.run.Backends", None)
     for name, text in {"run.yaml": RUN, "rows.jsonl": ROW * 4, **files}.items():
         Path(name).write_bytes(text if isinstance(text, bytes) else text.encode())
@@ -645,15 +644,9 @@ def test_a_run_ends_in_the_fix_before_a_model_is_loaded(
     ],
 )
 def test_a_check_finds_what_is_not_there(
-    mistake: str,
-    with_tokenizer: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    mistake: str, folder: None, capsys: pytest.CaptureFixture[str]
 ) -> None:
     arguments, files, words = RUNS[mistake]
-    monkeypatch.chdir(tmp_path)
-    Path("model").symlink_to(with_tokenizer)
     for name, text in {"run.yaml": RUN, "rows.jsonl": ROW, **files}.items():
         Path(name).write_text(str(text))
     assert main(["config", "check", "run.yaml", *arguments]) == 1
@@ -661,10 +654,8 @@ def test_a_check_finds_what_is_not_there(
 
 
 def test_an_answer_of_another_name_reaches_the_reward(
-    with_tokenizer: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    folder: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.chdir(tmp_path)
-    Path("model").symlink_to(with_tokenizer)
     Path("run.yaml").write_text(RUN)
     Path("rows.jsonl").write_text(ROW.replace("answer", "solution"))
     reached = RuntimeError("the model is loaded next")

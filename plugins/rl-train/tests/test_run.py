@@ -142,8 +142,6 @@ def test_advantages_are_checked_before_a_run(model: Path, tmp_path: Path) -> Non
 _RESUMED = """
 import json, os, signal, sys
 from rl_train import train
-from rl_train.methods import loss_of
-from rl_train.rewards import RewardError
 from rl_train.run import _Loop
 config, rows, at = json.loads(sys.argv[1]), json.loads(sys.argv[2]), int(sys.argv[3])
 refit = _Loop._refit
@@ -368,22 +366,6 @@ def test_turns_are_appended_as_tokens_and_only_the_models_count(
     assert several > 0
 
 
-def test_five_lines_for_those_who_come_from_trl(model: Path, tmp_path: Path) -> None:
-    trainer = GRPOTrainer(
-        model=str(model),
-        reward_funcs=last_digit,
-        train_dataset=ROWS,
-        args={
-            "output": str(tmp_path),
-            "steps": 1,
-            "grpo.num_generations": 2,
-            "generation.max_new_tokens": 3,
-            "log.plot": None,
-        },
-    )
-    assert trainer.train().steps == 1
-
-
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
@@ -413,7 +395,6 @@ def test_mistakes_name_the_argument(
         ({"model": object()}, "save it and its tokenizer with save_pretrained"),
         ({"args": object()}, "args is a object, not a dict"),
         ({"args": {"learning_rate": 1e-3}}, "policy: {optimizer: {lr: ...}}"),
-        ({"processing_class": object()}, "the model's own tokenizer is loaded"),
         ({"max_steps": 4}, "write 'steps' instead"),
     ],
 )
@@ -425,11 +406,16 @@ def test_a_trainer_refuses_what_is_of_trl_where_it_is_made(
         GRPOTrainer(**{**given, **more})
 
 
-def test_a_trainer_resumes_as_that_of_trl_does(model: Path, tmp_path: Path) -> None:
-    config = configured(model, tmp_path / "out", policy={})
+def test_a_trainer_takes_and_resumes_what_that_of_trl_does(model: Path, tmp_path: Path) -> None:
+    args = {"output": str(tmp_path), "grpo.num_generations": 2, "generation.max_new_tokens": 3}
     outcomes = []
     for steps in (1, 2):
-        trainer = GRPOTrainer(model, last_digit, ROWS, args={**config, "steps": steps})
+        trainer = GRPOTrainer(
+            model=str(model),
+            reward_funcs=last_digit,
+            train_dataset=ROWS,
+            args={**args, "log.plot": None, "steps": steps},
+        )
         outcomes.append(trainer.train(resume_from_checkpoint=steps == 2))
     assert [outcome.steps for outcome in outcomes] == [1, 2]
     assert "loss" in outcomes[1].metrics
