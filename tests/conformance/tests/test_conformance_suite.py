@@ -582,6 +582,32 @@ def test_a_check_that_takes_its_process_along_leaves_the_run_incomplete(
     assert "its process ended" in lost.message
 
 
+def test_what_a_summary_reads_ran_in_its_process(pytester: pytest.Pytester) -> None:
+    pytester.makeconftest(
+        "import dataclasses, os\n"
+        "import rl_conformance.pytest_items as items\n"
+        "honest = items.suite_items\n"
+        "def note(ctx, **_):\n"
+        "    with open('ran', 'a') as file:\n"
+        "        print(os.getpid(), file=file)\n"
+        "def noting(*a):\n"
+        "    found = honest(*a)\n"
+        "    for item in found:\n"
+        "        if not item.check.summary:\n"
+        "            item.check = dataclasses.replace(item.check, function=note)\n"
+        "    return [i for i in found if i.check.summary or i.check.capability]\n"
+        "items.suite_items = noting\n"
+    )
+    options = ["--rl-backend", "reference", "-n", "2", "--rl-report", "r.json"]
+    pytester.runpytest_subprocess("-p", "no:cacheprovider", *options)
+    report = from_json((pytester.path / "r.json").read_text())
+    [summary] = [o for r in report.results() for o in r.outcomes if o.clause == "D3"]
+    assert summary.status is Status.PASSED
+    ran = (pytester.path / "ran").read_text().split()
+    assert len(ran) > 20
+    assert len(set(ran)) == 1
+
+
 def _rl(*args: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-m", "rl_cli", "conformance", *args],

@@ -50,12 +50,14 @@ def _model(path: str) -> str:
 def pytest_configure(config: pytest.Config) -> None:
     """Starts listening for outcomes where a report may be wanted."""
     if hasattr(config, "workerinput"):
+        if config.getoption("rl_backend"):
+            config.option.loadgroup = True  # xdist reads the command line anew in each process
         return
     config.pluginmanager.register(_Reporter(config), "rl-conformance-reporter")
     if config.getoption("rl_backend") and config.getoption("dist", "no") != "no":
         if config.getoption("rl_device") == "cuda":
             raise pytest.UsageError("--rl-device cuda: memory is measured; leave out -n")
-        config.option.dist = "loadgroup"  # what looks at the same outcomes stays together
+        config.option.dist = "loadgroup"  # what shares outcomes or engines stays together
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -44,10 +44,10 @@ def suite_items(session: pytest.Session, backend: str) -> list[pytest.Item]:
     for check in profile(backend):
         name = f"{backend}::{check.id}"
         item = ConformanceItem.from_parent(session, name=name, check=check)
-        if (
-            check.summary or check.capability is not None
-        ):  # it reads the results of all that have one
-            item.add_marker(pytest.mark.xdist_group("capabilities"))
+        # A summary reads the results of all capabilities; the checks of a clause share engines.
+        of_summary = check.summary or check.capability is not None
+        group = "capabilities" if of_summary else check.clause.id
+        item.add_marker(pytest.mark.xdist_group(group))
         items.append(item)
     return items
 
