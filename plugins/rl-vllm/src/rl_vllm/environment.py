@@ -16,7 +16,7 @@ __all__ = ["PRELOAD", "SOCKETS", "VARIABLES", "engine_environment"]
 #: Tells vLLM where its sockets go, which it leaves behind.
 SOCKETS = "VLLM_RPC_BASE_PATH"
 #: What takes long to import; on the CPU engines are forked from a process that has done so.
-PRELOAD = ("rl_vllm.engine", "rl_vllm.worker", "vllm.v1.worker.cpu_worker")
+PRELOAD = ("rl_vllm.preloaded",)
 
 
 #: By device: the variable, its value, and why.

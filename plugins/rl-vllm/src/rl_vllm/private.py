@@ -17,6 +17,8 @@ PRIVATE: dict[str, str] = {
     "vllm.v1.engine.llm_engine.LLMEngine": "the loop of requests: add_request, step, "
     "abort_request, has_unfinished_requests, collective_rpc, reset_prefix_cache, sleep, wake_up",
     "vllm.v1.engine.async_llm.AsyncLLM": "the same, asynchronously",
+    "current_platform.register_triton_kernel_overrides, configure_logging_if_needed": "on the CPU, "
+    "called once before engines are forked, where vLLM has them",
     "EngineArgs.worker_extension_cls": "methods of rl-vllm in the engine's workers",
     "Worker.get_model, .vllm_config, .rank": "the model in a worker",
     "Module.load_weights of a model": "which of its parameters a tensor goes to",
