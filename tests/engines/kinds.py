@@ -7,7 +7,9 @@ import importlib.util
 import os
 import subprocess
 import sys
+from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -75,27 +77,38 @@ def skip_without_engine(item: pytest.Item, kind: Kind) -> None:
 
 
 @pytest.fixture(scope="session")
-def imported(kind: Kind) -> Iterator[int]:
-    """The process that has the engine imported, kept from test to test.
+def imported(kind: Kind) -> Iterator[Callable[..., int]]:
+    """``imported(workers=1)`` is the process that has the engine imported for engines of so many.
 
-    Engines find what these tests run beside their weights (``engines.held``).
+    It is kept from test to test. Engines find what these tests run beside their weights
+    (``engines.held``).
     """
     parts = kind.module("environment")
-    with pytest.MonkeyPatch.context() as patch:
+    with pytest.MonkeyPatch.context() as patch, ExitStack() as ending:
         patch.setenv("PYTHONPATH", str(Path(__file__).parent.parent), prepend=os.pathsep)
-        environment = parts.engine_environment("cpu")
-        server = ForkServer.obtain(environment, subprocess.DEVNULL, sys.executable, parts.PRELOAD)
-        yield server._process.pid
-        server.release()
+
+        @cache
+        def obtain(workers: int = 1) -> int:
+            environment = parts.engine_environment("cpu", workers=workers)
+            log, preload = subprocess.DEVNULL, parts.PRELOAD
+            server = ForkServer.obtain(environment, log, sys.executable, preload)
+            ending.callback(server.release)
+            return server.pid
+
+        obtain()
+        yield obtain
 
 
 @pytest.fixture
-def start(kind: Kind, imported: int, tiny: Callable[..., Path]) -> Iterator[Callable[..., Any]]:
+def start(
+    kind: Kind, imported: Callable[..., int], tiny: Callable[..., Path]
+) -> Iterator[Callable[..., Any]]:
     """``start(family, engine, **config)`` is an engine that is awake; all end with the test."""
     started = []
 
     def make(family: str = "qwen2", engine: dict[str, Any] | None = None, **config: Any) -> Any:
         given = {"model_name": str(tiny(family)), "max_new_tokens": 12, **config}
+        imported((engine or {}).get(kind.backend.workers_key, 1))
         started.append(kind.build(given, engine))
         started[-1].prepare_for_generation()
         return started[-1]

@@ -104,7 +104,7 @@ def test_an_engine_that_dies_is_named_with_its_last_words(idle, start):
 
 def test_engines_on_the_cpu_are_forked_from_one_process(start, imported):
     first, second = start("qwen2"), start("llama")
-    assert psutil.Process(first.pid).ppid() == psutil.Process(second.pid).ppid() == imported
+    assert psutil.Process(first.pid).ppid() == psutil.Process(second.pid).ppid() == imported()
     assert first.generate(prompts(), greedy=True).size == 4
     first.shutdown()
     assert second.generate(prompts(), greedy=True).size == 4
@@ -113,7 +113,7 @@ def test_engines_on_the_cpu_are_forked_from_one_process(start, imported):
 @pytest.mark.parametrize(
     ("kind", "given", "processes"),
     [
-        ("vllm", {}, 1),
+        pytest.param("vllm", {}, 1, marks=pytest.mark.full),
         ("vllm", {"tensor_parallel_size": 2}, 2),
         pytest.param("vllm", {"async_engine": True}, 2, marks=pytest.mark.full),
         ("sglang", {"tp_size": 2}, 3),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import os
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -25,7 +24,12 @@ from rl_core.errors import DataError, ManifestMismatchError, RefitError
 from rl_core.weights import refit
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
+    from pathlib import Path
+
+    from engines.kinds import Kind
+
+    from rl_core.batch import BatchedDataDict
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
@@ -41,7 +45,6 @@ CASES: dict[str, dict[str, tuple[str, dict[str, Any], dict[str, Any]]]] = {
     "vllm": {
         "tied, fused bias": ("qwen2", {}, {}),
         "untied": ("llama", {}, {}),
-        "two workers": ("qwen3", {}, {"tensor_parallel_size": 2}),
         "asynchronous, dummy weights": (
             "qwen2",
             {},
@@ -53,12 +56,13 @@ CASES: dict[str, dict[str, tuple[str, dict[str, Any], dict[str, Any]]]] = {
     "sglang": {
         "tied, fused bias": ("qwen2", {}, {}),
         "untied": ("llama", {}, {}),
-        "two schedulers": ("qwen3", {}, {"tp_size": 2}),
         "dummy weights": ("qwen2", {}, {"load_format": "dummy"}),
         "experts": ("qwen3", EXPERTS, {"tp_size": 2}),
         "images and text": ("qwen2_5_vl", {}, {"tp_size": 2}),
     },
 }
+#: Takes long and adds the least: vLLM imports itself anew in each of two workers.
+FULL = ["images and text, two workers"]
 #: How far the log-probs of an engine in bfloat16 may be from the policy's.
 IN_BFLOAT16 = {"vllm": 0.2, "sglang": 0.3}
 #: A prompt that an engine refuses, and what it calls it.
@@ -67,7 +71,11 @@ REFUSED_PROMPTS = {"vllm": ([10**6], "vocabulary"), "sglang": ([5] * 5000, "cont
 
 @pytest.mark.parametrize(
     ("kind", "case"),
-    [(name, case) for name, cases in CASES.items() for case in cases],
+    [
+        pytest.param(name, case, marks=[pytest.mark.full] if case in FULL else [])
+        for name, cases in CASES.items()
+        for case in cases
+    ],
     indirect=["kind"],
 )
 def test_refits_bring_the_engine_to_the_policy(kind, case, start, tiny):
@@ -77,6 +85,12 @@ def test_refits_bring_the_engine_to_the_policy(kind, case, start, tiny):
     policy = hf_policy(path)
     if engine_config.get("load_format") != "dummy":
         assert difference(policy, engine.generate(prompts(), greedy=True)) < 1e-4
+    refit_and_compare(policy, engine)
+    policy.shutdown()
+
+
+def refit_and_compare(policy: Any, engine: Any) -> None:
+    """Several refits of new weights; each time the engine is greedy, and draws, as the policy."""
     for seed, options in enumerate(
         ({"verify": "installed"}, {"mode": "packed", "bucket_bytes": 20_000}, {"delta": True}), 1
     ):
@@ -85,6 +99,31 @@ def test_refits_bring_the_engine_to_the_policy(kind, case, start, tiny):
         assert (engine.weights_version, engine.weights_origin) == (seed, policy.weights_origin)
         for greedy in (True, False):
             assert difference(policy, engine.generate(prompts(), greedy=greedy)) < 1e-4
+
+
+@pytest.fixture(scope="module")
+def two_workers(
+    kind: Kind, imported: Callable[..., int], tiny: Callable[..., Path]
+) -> Iterator[tuple[Any, BatchedDataDict[Any]]]:
+    """An engine of two workers, which takes long to start, and what it generates as loaded."""
+    imported(2)
+    config = {"model_name": str(tiny("qwen3")), "max_new_tokens": 12, "torch_dtype": "float32"}
+    engine = kind.build(config, {kind.backend.workers_key: 2})
+    engine.prepare_for_generation()
+    yield engine, engine.generate(prompts(), greedy=True)
+    engine.shutdown()
+
+
+#: The trainer of the test before had it.
+of_another_trainer = pytest.mark.filterwarnings("ignore:.* had version:rl_core.errors.LoopWarning")
+
+
+@of_another_trainer
+def test_refits_bring_an_engine_of_two_workers_to_the_policy(two_workers, tiny):
+    engine, loaded = two_workers
+    policy = hf_policy(tiny("qwen3"))
+    assert difference(policy, loaded) < 1e-4
+    refit_and_compare(policy, engine)
     policy.shutdown()
 
 
@@ -120,9 +159,10 @@ def test_an_engine_in_bfloat16_has_what_was_sent(kind, start, tiny):
     policy.shutdown()
 
 
-def test_every_way_of_the_bytes_reaches_every_worker(kind, start, tiny):
-    engine = start("qwen2", {kind.backend.workers_key: 2}, torch_dtype="float32")
-    policy = hf_policy(tiny("qwen2"))
+@of_another_trainer
+def test_every_way_of_the_bytes_reaches_every_worker(two_workers, tiny):
+    engine, _ = two_workers
+    policy = hf_policy(tiny("qwen3"))
     shake(policy, 1)
     report = refit(policy, engine, transport="collective", verify="installed", deadline_s=60.0)
     assert report.receivers == engine.receiver_count == 2
@@ -138,9 +178,10 @@ def test_every_way_of_the_bytes_reaches_every_worker(kind, start, tiny):
     policy.shutdown()
 
 
+@of_another_trainer
 @pytest.mark.parametrize("mode", ["direct", "packed"])
-def test_a_worker_is_sent_the_bytes_that_it_keeps(kind, start, tiny, mode, monkeypatch):
-    engine = start("qwen3", {kind.backend.workers_key: 2}, torch_dtype="float32")
+def test_a_worker_is_sent_the_bytes_that_it_keeps(two_workers, tiny, mode, monkeypatch):
+    engine, _ = two_workers
     policy, states = hf_policy(tiny("qwen3")), []
     adopt = engine._receiver._adopt
     monkeypatch.setattr(engine._receiver, "_adopt", lambda s: (states.extend(s), adopt(s)))
@@ -153,15 +194,6 @@ def test_a_worker_is_sent_the_bytes_that_it_keeps(kind, start, tiny, mode, monke
     # Norms are whole on both, and rows of the vocabulary are padded at its end.
     assert all(called == 0 and 0.45 < pieces / whole < 0.55 for pieces, called in kept)
     policy.shutdown()
-
-
-@pytest.fixture
-def same_environment():
-    """Takes back what a test exports, as Ray does: engines of another environment share nothing."""
-    before = dict(os.environ)
-    yield
-    os.environ.clear()
-    os.environ.update(before)
 
 
 def ray_cluster() -> Any:
@@ -179,7 +211,7 @@ def local_cluster() -> Any:
 CLUSTERS: dict[str, Callable[[], Any]] = {"vllm": ray_cluster, "sglang": local_cluster}
 
 
-def test_replicas_on_a_cluster_share_the_rows_and_a_refit(kind, tiny, same_environment):
+def test_replicas_on_a_cluster_share_the_rows_and_a_refit(kind, tiny):
     config = {"model_name": str(tiny("qwen2")), "torch_dtype": "float32", "max_new_tokens": 6}
     policy = hf_policy(tiny("qwen2"))
     shake(policy)
@@ -241,8 +273,9 @@ beside_megatron = pytest.mark.skipif(
 
 
 @beside_megatron
-def test_ranks_refit_an_engine_of_two_workers(kind, start, tiny):
-    engine = start("qwen3", {kind.backend.workers_key: 2}, torch_dtype="float32")
+@of_another_trainer
+def test_ranks_refit_an_engine_of_two_workers(two_workers, tiny):
+    engine, _ = two_workers
     with policy_of_ranks(tiny("qwen3"), "tp2") as policy:
         refit_every_way(policy, engine)
 

@@ -99,9 +99,10 @@ def refit_every_way(policy: Any, engine: Any, ways: dict[str, Any] = EVERY_WAY) 
     """Other weights each time; the engine then scores as the policy does."""
     for way, options in ways.items():
         learn(policy)
-        before = engine.weights_version
+        before = engine.weights_version, engine.weights_origin
         report = refit(policy, engine, deadline_s=60.0, **options)
-        assert engine.weights_version == policy.weights_version != before, way
+        assert engine.weights_version == policy.weights_version, way
+        assert (engine.weights_version, engine.weights_origin) != before, way
         assert report.receivers == engine.receiver_count, way
         assert difference(policy, engine.generate(prompts(), greedy=True)) < 1e-4, way
 

@@ -90,11 +90,13 @@ def test_a_temperature_that_vllm_would_change_is_refused(temperature, start):
     assert caught.value.details["key"] == "temperature"
 
 
-@pytest.mark.parametrize("async_engine", [False, True], ids=["sync", "async"])
+@pytest.mark.parametrize(
+    "async_engine", [False, pytest.param(True, marks=pytest.mark.full)], ids=["sync", "async"]
+)
 def test_a_stop_string_is_one_of_the_generated_text(async_engine, start, tmp_path):
     face = make_tokenizer().encode("\N{HUGGING FACE}")
     path = make_reciting_model(tmp_path / "reciter", face)
-    engine = start(vllm_cfg={"async_engine": async_engine}, model_name=str(path))
+    engine = start(engine={"async_engine": async_engine}, model_name=str(path))
     rows = [face[:count] for count in (1, 2, 3, 4)]  # all but the last end within the character
     data = pad_rows(rows, stop_strings=[["\N{HUGGING FACE}"]] * 4)
     output = engine.generate(data, greedy=True)
@@ -131,6 +133,7 @@ def own_server(monkeypatch):
     monkeypatch.setenv("RL_VLLM_TEST", "own")
 
 
+@pytest.mark.full
 def test_engines_on_the_cpu_are_forked_from_one_process_that_ends_with_the_last(start, own_server):
     children = psutil.Process().children()
     first, second = start("qwen2"), start("llama")
@@ -145,6 +148,7 @@ def test_engines_on_the_cpu_are_forked_from_one_process_that_ends_with_the_last(
     assert psutil.Process().children() == children
 
 
+@pytest.mark.full
 def test_engines_end_with_the_process_that_forked_them_and_the_next_has_another(start, own_server):
     engine = start("qwen2")
     process = psutil.Process(engine.pid)
@@ -167,11 +171,8 @@ def test_a_refit_to_a_dead_engine_fails_soon(start, tiny):
     policy.shutdown()
 
 
-@pytest.mark.parametrize(
-    "cfg",
-    [pytest.param({"tensor_parallel_size": 2}, marks=pytest.mark.full), {"async_engine": True}],
-    ids=str,
-)
+@pytest.mark.full
+@pytest.mark.parametrize("cfg", [{"tensor_parallel_size": 2}, {"async_engine": True}], ids=str)
 def test_vllms_sockets_are_private_and_go_with_the_engine(cfg, start, monkeypatch):
     with tempfile.TemporaryDirectory(prefix="t") as temporary:
         monkeypatch.setattr(tempfile, "tempdir", temporary)
@@ -196,6 +197,7 @@ def test_the_directory_of_a_killed_engine_does_not_wait_for_its_driver(start, mo
             time.sleep(0.1)
 
 
+@pytest.mark.full
 def test_the_shared_memory_of_a_killed_engine_is_removed(start):
     engine = start("qwen2", {"tensor_parallel_size": 2})
     shared = shared_by(processes_of(engine.pid))
