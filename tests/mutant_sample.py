@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 __all__ = ["SAMPLES", "changed_files", "number_of", "sampled", "touched"]
 
 #: Into so many samples all mutants are dealt. Clauses with as many are in each of them.
-SAMPLES = 8
+SAMPLES = 16
 
 _MAIN = ("origin/main", "main")
 
@@ -29,7 +29,7 @@ def number_of(root: Path) -> int:
 
 
 def sampled(mutants: Sequence[Mutant], number: int) -> list[Mutant]:
-    """One sample: every eighth mutant, so that those of one clause are in different ones.
+    """One sample: every sixteenth mutant, so that those of one clause are in different ones.
 
     Args:
         mutants: All of them, in the order of their clauses.
