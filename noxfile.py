@@ -10,8 +10,11 @@ import os
 import re
 import shutil
 import sys
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import nox
 from nox.command import CommandFailed
@@ -21,8 +24,12 @@ sys.path.insert(0, str(ROOT / "tests"))
 
 from nox_parts import Parts  # noqa: E402
 
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
 #: What ``nox`` alone runs: the short run.
 SHORT = [
+    "environments",
     "lint",
     "types",
     "tests",
@@ -43,6 +50,7 @@ LEFT_OUT = {
     "newest": "torch, transformers and all else at their newest releases",
     "newest-apis": "what the newest engines lack or have new",
     "fuzz": "a million inputs for what reads messages",
+    "tutorial": "the whole suite against the backend of the tutorial",
 }
 #: Seconds, as seen on 2 quiet cores; each part of a run says how long it usually takes.
 USUAL = {
@@ -201,6 +209,18 @@ def run(session: nox.Session, what: str, program: str, *arguments: str) -> None:
         session.run(command, *arguments, env=threads, external=True)
 
 
+def at_once(work: Callable[[str], None], names: Iterable[str]) -> None:
+    """What takes one core each, side by side; raises what the first of them raised."""
+    with ThreadPoolExecutor() as threads:
+        list(threads.map(work, names))
+
+
+@nox.session(venv_backend="none")
+def environments(session: nox.Session) -> None:
+    """All environments of the short run; alone, each session makes its own when it needs it."""
+    at_once(partial(environment, session), ("", *ENGINES))
+
+
 @nox.session(venv_backend="none")
 def lint(session: nox.Session) -> None:
     """Style, import directions, circles of imports, long files, spelling."""
@@ -217,9 +237,12 @@ def lint(session: nox.Session) -> None:
 def types(session: nox.Session) -> None:
     """Mypy --strict on what is typed for others, for the oldest Python and the next one."""
     environment(session)
-    for python in ("3.11", "3.12"):
+
+    def check(python: str) -> None:
         how = ["--python-version", python, *(f"{path}/src" for path in DISTRIBUTIONS)]
         run(session, f"mypy {python}", "mypy", *how)
+
+    at_once(check, ("3.11", "3.12"))
 
 
 @nox.session(venv_backend="none")
@@ -481,6 +504,27 @@ def fuzz(session: nox.Session) -> None:
 @nox.session
 def wheels(session: nox.Session) -> None:
     """Builds every wheel and tries them in an environment that has nothing else."""
+    empty = environment_of_wheels(session)
+    rl, elsewhere = str(empty / SCRIPTS / "rl"), {**os.environ, **COMPILE, "PYTHONPATH": ""}
+    smoke = ["conformance", "run", "hf", "-k", "D1 or G3 or P1 or R1"]
+    with PARTS.part(session.name, "first checks"), session.chdir(empty):
+        for arguments in (["backends", "list"], ["backends", "doctor", "hf"], smoke):
+            session.run(rl, *arguments, external=True, env=elsewhere)
+    with PARTS.part(session.name, "tutorial"):
+        follow_tutorial(session, empty, "--short")
+
+
+@nox.session
+def tutorial(session: nox.Session) -> None:
+    """All of the tutorial: a backend from nothing to a whole report, with nothing but wheels."""
+    empty = environment_of_wheels(session)
+    with PARTS.part(session.name, "tutorial"):
+        follow_tutorial(session, empty)
+    require_whole(session, empty.parent / "tutorial" / "rl-mine" / "report.json")
+
+
+def environment_of_wheels(session: nox.Session) -> Path:
+    """An environment with every wheel, which are built first, and nothing else."""
     install(session, "build", "hatchling")
     folder = OUT / "wheels"
     shutil.rmtree(folder, ignore_errors=True)
@@ -494,17 +538,11 @@ def wheels(session: nox.Session) -> None:
     with PARTS.part(session.name, "install"):
         session.run("python", "-m", "venv", str(empty))
         session.run(str(empty / SCRIPTS / "python"), *PIP_INSTALL, *built, external=True)
-    rl, elsewhere = str(empty / SCRIPTS / "rl"), {**os.environ, **COMPILE, "PYTHONPATH": ""}
-    smoke = ["conformance", "run", "hf", "-k", "D1 or G3 or P1 or R1"]
-    with PARTS.part(session.name, "first checks"), session.chdir(empty):
-        for arguments in (["backends", "list"], ["backends", "doctor", "hf"], smoke):
-            session.run(rl, *arguments, external=True, env=elsewhere)
-    with PARTS.part(session.name, "tutorial"):
-        follow_tutorial(session, empty)
+    return empty
 
 
-def follow_tutorial(session: nox.Session, environment: Path) -> None:
-    """Somebody else's backend, from nothing to a whole report, as the tutorial says."""
+def follow_tutorial(session: nox.Session, environment: Path, *options: str) -> None:
+    """Somebody else's backend, made, broken, mended and checked as the tutorial says."""
     directory = environment.parent / "tutorial"
     shutil.rmtree(directory, ignore_errors=True)
     directory.mkdir()
@@ -512,8 +550,7 @@ def follow_tutorial(session: nox.Session, environment: Path) -> None:
     where = ["--directory", str(directory), "--environment", str(environment)]
     # The models are tiny: a second thread costs more than it brings.
     settings = {"PIP_CONSTRAINT": CONSTRAINTS, "OMP_NUM_THREADS": "1", "COLUMNS": "120", **COMPILE}
-    session.run("python", *tutorial, *where, env={"PYTHONPATH": "", **settings})
-    require_whole(session, directory / "rl-mine" / "report.json")
+    session.run("python", *tutorial, *where, *options, env={"PYTHONPATH": "", **settings})
 
 
 def require_whole(session: nox.Session, path: Path) -> None:

@@ -11,7 +11,8 @@
 - any other block with a title: is a part of that file, word for word.
 
 A comment above a block changes that: ``<!-- tutorial: skip, REASON -->`` leaves it out,
-``<!-- tutorial: write -->`` makes the file.
+``<!-- tutorial: write -->`` makes the file, ``<!-- tutorial: long -->`` leaves it out of a run with
+``--short``.
 """
 
 from __future__ import annotations
@@ -81,16 +82,25 @@ class Reader:
         directory: Where it begins.
         state: A file that carries directory and variables from command to command.
         environment: A virtual environment that is active, or None.
+        short: What takes minutes is left out.
     """
 
-    def __init__(self, directory: Path, state: Path, environment: Path | None = None) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        state: Path,
+        environment: Path | None = None,
+        *,
+        short: bool = False,
+    ) -> None:
         self._state = state
+        self._left_out = {"skip", "long"} if short else {"skip"}
         activate = f"source {shlex.quote(f'{environment}/bin/activate')}\n" if environment else ""
         state.write_text(f"{activate}cd {shlex.quote(str(directory))}\n")
 
     def follow(self, block: Block) -> None:
         """Runs, applies, writes or compares one block."""
-        if block.how == "skip":
+        if block.how in self._left_out:
             print(f"line {block.line}: skipped", flush=True)
         elif block.language == "console":
             for command, expected in commands(block.text):
@@ -188,9 +198,11 @@ def main() -> None:
     parser.add_argument("tutorial", type=Path)
     parser.add_argument("--directory", type=Path, required=True, help="where it begins")
     parser.add_argument("--environment", type=Path, help="a virtual environment that is active")
+    parser.add_argument("--short", action="store_true", help="without what takes minutes")
     options = parser.parse_args()
     with tempfile.NamedTemporaryFile(suffix=".sh") as state:
-        reader = Reader(options.directory.resolve(), Path(state.name), options.environment)
+        where = options.directory.resolve(), Path(state.name), options.environment
+        reader = Reader(*where, short=options.short)
         for block in blocks(options.tutorial.read_text(encoding="utf-8")):
             try:
                 reader.follow(block)

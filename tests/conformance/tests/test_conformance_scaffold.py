@@ -284,6 +284,10 @@ def test_a_tutorial_that_says_what_is_not_so_is_found_out(
     page = console + '```text title="a.txt"\n{}\n```\n'
     for block in tutorial.blocks(page.format("two")):
         reader.follow(block)
+    (long,) = tutorial.blocks("<!-- tutorial: long -->\n```console\n$ false\n```\n")
+    tutorial.Reader(tmp_path, tmp_path / "other", short=True).follow(long)
+    with pytest.raises(tutorial.TutorialError, match="exited with 1"):
+        reader.follow(long)
     wrong = tutorial.blocks(page.format("three"))[1]
     with pytest.raises(tutorial.TutorialError, match=r"not in a\.txt"):
         reader.follow(wrong)
