@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 #: of memory is of lanes that are open, which are written down.
 _IGNORED = {
     "phase_seconds", "_entered", "_reported_at", "looked", "_lying", "future", "at", "endpoint",
-    "_buckets", "buckets", "_plans", "_on_gpu",
+    "_buckets", "buckets", "_made", "_on_gpu",
 }  # fmt: skip
 #: Whose threads are written down: the product's, and those who ask for something.
 _LOOKED_INTO = ("rl_core", "rl_hosting", "refit_model/people")
