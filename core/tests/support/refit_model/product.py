@@ -19,7 +19,6 @@ from rl_core.weights import driver as _driver
 from rl_core.weights import job as _job
 from rl_core.weights.data.digests import Hasher
 from rl_core.weights.protocol.frames import Channel
-from rl_core.weights.protocol.timing import TICK_S
 from rl_core.weights.sending import send_job as _send_job
 from rl_core.weights.sending import sender as _sender
 
@@ -91,7 +90,6 @@ def product_in_hand() -> ExitStack:
     enter(_send_job.SendJob, "_report", lambda *given: types.SimpleNamespace(as_dict=dict))
     report = types.SimpleNamespace(as_dict=dict, taken_over=[])
     enter(_driver, "RefitReport", types.SimpleNamespace(of=lambda *given: report))
-    enter(_send_job, "_LOOK_S", TICK_S)  # who waits for one socket is woken by the other, too
     enter(_send_job, "CAUSE_S", 0.0)
     enter(_sender, "default_address", str)
     enter(_sender, "free_port", int)

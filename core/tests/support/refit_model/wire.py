@@ -158,27 +158,32 @@ class TrainerEnd(SenderEnd):
         self.gone: list[str] = []
         self._world = world
 
-    def receive(self, timeout_s: float) -> list[tuple[str, bytes]]:
+    def wait(self) -> None:
+        """Stops until the search says which frame is read, or that something else happens."""
         world, task = self._world, running()
-        if dead():
-            return []
-        connections = world.connections
-        if not timeout_s:  # asks why a connection is gone
-            return [
-                (key, connections[key].up.popleft())
-                for key in list(connections)
-                if connections[key].closed and self._mine(key) and connections[key].up
-            ]
         assert task is not None
         now = world.now
         task.stop(
             "receive",
             lambda: bool(self.chosen or self.gone or task.job.given_up or world.now != now),
         )
-        if self.chosen is None or self.chosen.startswith(OTHER):  # which is read beside this
+
+    def receive(self, timeout_s: float) -> list[tuple[str, bytes]]:
+        if dead():
             return []
-        key, self.chosen = self.chosen, None
-        return [(key, connections[key].up.popleft())]
+        if timeout_s:
+            self.wait()
+        connections, key = self._world.connections, self.chosen
+        if key is not None and not key.startswith(OTHER):  # those of ranks are read beside this
+            self.chosen = None
+            return [(key, connections[key].up.popleft())]
+        if timeout_s:
+            return []
+        return [  # it asks why a connection is gone
+            (key, connection.up.popleft())
+            for key, connection in connections.items()
+            if connection.closed and self._mine(key) and connection.up
+        ]
 
     def _mine(self, key: str) -> bool:
         return self._world.connections[key].trainer == self.number
