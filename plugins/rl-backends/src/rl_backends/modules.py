@@ -18,6 +18,7 @@ from torch import nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from rl_backends.changes import WatchedTensors
+from rl_backends.sources import GuardedSource
 from rl_backends.spellings import SendsWeights, TakesWeights
 from rl_backends.tensors import NamedTensorSink, NamedTensorSource, module_tensors
 from rl_core.errors import CapabilityError, LifecycleError
@@ -28,7 +29,6 @@ from rl_core.plugins.hookspecs import only_answer
 from rl_core.weights.options import SendOptions
 from rl_core.weights.receiving.receiver import RefitReceiver
 from rl_core.weights.sending.sender import RefitSender
-from rl_core.weights.sending.sources import GuardedSource
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Any
 
 from rl_backends.changes import WeightChanges
 from rl_backends.policy.loop_checks import LoopChecks
+from rl_backends.sources import GuardedSource
 from rl_backends.spellings import LoopPolicy, SendsWeights
 from rl_core.errors import CapabilityError
 from rl_core.weights import RefitSender, SendOptions
-from rl_core.weights.sending.sources import GuardedSource
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
