@@ -40,7 +40,9 @@ from rich.table import Table
 from rl_core.ports import free_port
 
 BLOCKS = "plain copy"
-COLLECTIVE = {"transport": "collective", "mode": "packed", "verify": "wire"}
+COLLECTIVE = [
+    {"transport": "collective", "mode": "packed", "verify": verify} for verify in ("none", "wire")
+]
 
 #: Seconds of one round, and what the processes returned.
 Method: TypeAlias = Callable[[], tuple[float, list[Any]]]
@@ -193,11 +195,11 @@ def size_of(case: Case) -> dict[str, Any]:
 
 
 def rows(case: Case) -> list[dict[str, Any]]:
-    return [shards(case, *PACKED, *DIRECT, COLLECTIVE)]
+    return [shards(case, *PACKED, *DIRECT, *COLLECTIVE)]
 
 
 def columns(case: Case) -> list[dict[str, Any]]:
-    return [shards(replace(case, dim=1), *PACKED, *DIRECT, COLLECTIVE)]
+    return [shards(replace(case, dim=1), *PACKED, *DIRECT, *COLLECTIVE)]
 
 
 def growth(case: Case) -> list[dict[str, Any]]:

@@ -122,7 +122,7 @@ class Process:
 
     def copy(self, blocks: bool) -> tuple[Span, None]:
         pairs = self.blocks if blocks else self.sources
-        return clocked(lambda: [target.copy_(source) for target, source in pairs])
+        return clocked(lambda: [target.copy_(source) for target, source in pairs])[0], None
 
     def change(self) -> None:
         """Makes new weights, if it has the trainer's."""
