@@ -197,6 +197,23 @@ def test_each_rank_sends_what_it_has(trainer: Ranks, engine: Engine, options: An
     assert trainer.closed() == [[1, 1]] * len(trainer.ranks)
 
 
+def test_what_an_engine_keeps_serves_whoever_comes_first(trainer: Ranks, engine: Engine) -> None:
+    for order in itertools.permutations(trainer.ranks[1:]):
+        before = None
+        for rank in order:
+            ready, come = before, threading.Event()
+
+            def at(name: str, ready: Any = ready, come: Any = come) -> None:
+                if name == "pieces" and ready is not None:
+                    assert ready.wait(SOON)
+                    time.sleep(0.02)  # the answer is under way
+                come.set()
+
+            rank.at, before = at, come
+        go(trainer, engine)
+    assert len(engine.receiver.connections.buckets) == 1
+
+
 def test_a_delta_sends_the_parts_that_changed(trainer: Ranks, engine: Engine) -> None:
     go(trainer, engine)
     for rank in trainer.ranks:
