@@ -5,6 +5,7 @@ from __future__ import annotations
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
@@ -14,8 +15,6 @@ from rl_core.errors import LifecycleError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterable
-
-    import torch
 
 
 class WeightChanges:
@@ -103,6 +102,7 @@ class WatchedTensors:
             register_optimizer_step_post_hook(stepping),
         ]
 
+    @torch.no_grad()  # or else to_local is a step of autograd
     def _counts(self) -> list[int]:
         local = [getattr(tensor, "to_local", lambda t=tensor: t)() for tensor in self._tensors]
         every = [*self._tensors, *local]

@@ -127,13 +127,16 @@ def mesh_members(kind: str, tensors: Mapping[str, torch.Tensor]) -> tuple[int, .
     Raises:
         CapabilityError: A tensor has no final values in shards, or is on a mesh of other ranks.
     """
-    meshes = {
-        name: {*tensor.device_mesh.mesh.flatten().tolist()}
-        for name, tensor in tensors.items()
-        if isinstance(tensor, DTensor)
+    sharded = {name: tensor for name, tensor in tensors.items() if isinstance(tensor, DTensor)}
+    # Most tensors are on one mesh in a few ways, and torch takes long to say how.
+    ranks_of = {
+        mesh: {*mesh.mesh.flatten().tolist()}
+        for mesh in {tensor.device_mesh for tensor in sharded.values()}
     }
-    every = max(meshes.values(), key=len, default=set[int]())
-    for name, ranks in meshes.items():
+    every = max(ranks_of.values(), key=len, default=set[int]())
+    held = set[Any]()
+    for name, tensor in sharded.items():
+        ranks, way = ranks_of[tensor.device_mesh], (tensor.device_mesh, tensor.placements)
         if not ranks <= every or dist.get_rank() not in ranks:
             raise CapabilityError(
                 f"{kind}: {name} is on a mesh of the ranks {sorted(ranks)}, other tensors on one "
@@ -141,12 +144,14 @@ def mesh_members(kind: str, tensors: Mapping[str, torch.Tensor]) -> tuple[int, .
                 fix="distribute all tensors over one mesh, or dimensions of it",
             )
         try:
-            pieces_of(tensors[name])
+            if way not in held:
+                pieces_of(tensor)
         except CapabilityError as error:
             raise CapabilityError(f"{kind}: {name}: {error.message}", fix=error.fix) from error
-        if type(local_part(tensors[name])) is not torch.Tensor:
+        held.add(way)
+        if (local := type(local_part(tensor))) is not torch.Tensor:
             raise CapabilityError(
-                f"{kind}: the shards of {name} are {type(local_part(tensors[name])).__name__}",
+                f"{kind}: the shards of {name} are {local.__name__}",
                 fix="give refit a WeightSource that makes plain tensors of them",
             )
     return tuple(sorted(every))

@@ -156,7 +156,7 @@ class ModuleSender(SendsWeights):
         model, rename = self._module(), self.rename or str
         if isinstance(model, WeightSource):
             return GuardedSource(model, lambda place="": None, rename)
-        if (ranks := self._find_ranks()) is not None:
+        if (ranks := self._ranks or self._find_ranks()) is not None:  # every refit looks first
             from rl_backends.pieces import DTensorSource
 
             tensors = _without_adapters(model, sharded=True)

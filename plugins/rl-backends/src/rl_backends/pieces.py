@@ -164,6 +164,7 @@ def held_boxes(
     ]
 
 
+@torch.no_grad()
 def local_part(tensor: torch.Tensor) -> torch.Tensor:
     """This rank's memory of a tensor: that of its shard, or all of it."""
     return tensor.to_local().detach() if isinstance(tensor, DTensor) else tensor.detach()
