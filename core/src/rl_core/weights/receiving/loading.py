@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property, partial
 from itertools import pairwise, zip_longest
-from operator import setitem
+from operator import is_, setitem
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -19,7 +19,7 @@ from rl_core.weights.data.digests import (
     TensorHasher,
     as_view,
 )
-from rl_core.weights.data.parts import KnownPieces, box_of, layout_of, narrowed, runs_in, sizes_of
+from rl_core.weights.data.parts import box_of, layout_of, lying, narrowed, runs_in, sizes_of
 from rl_core.weights.data.plan import ALIGN
 from rl_core.weights.data.runs import copy_run, write_run
 
@@ -136,7 +136,7 @@ class Places:
                 place = None if place is None else narrowed(place.detach(), piece.box, part)
                 self.of_part.setdefault(part.name, []).append((spec, place))
         check_apart((p for p in pieces if p.name in self.kept), parts.whole.root)
-        self._known = KnownPieces(pieces)
+        self._tensors, self._lying = [piece.tensor for piece in pieces], lying(pieces)
 
     def is_written_in_place(self, part: TensorSpec, device: torch.device) -> bool:
         """Whether the bytes that are sent of a part can be copied to where the engine has it."""
@@ -148,9 +148,12 @@ class Places:
         )
 
     def serves(self, sink: WeightSink) -> bool:
-        """Whether this sink has the same places, and writes nothing by its own calls."""
+        """Whether this sink has the same tensors, as they lay, and writes none by its own calls."""
         pieces = sink.pieces() or ()
-        return all(one.tensor is not None for one in pieces) and self._known.are(pieces)
+        tensors = [piece.tensor for piece in pieces]
+        if any(tensor is None for tensor in tensors) or self._lying != lying(pieces):
+            return False
+        return all(map(is_, self._tensors, tensors))
 
     @cached_property
     def lasting(self) -> set[int]:

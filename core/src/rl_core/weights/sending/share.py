@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from contextlib import closing
-from typing import TYPE_CHECKING
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from rl_core.errors import RefitError
 from rl_core.weights.connections import keep_two
 from rl_core.weights.data.digests import DigestTable, TensorHasher
-from rl_core.weights.data.parts import LanePlaces, layout_of
+from rl_core.weights.data.parts import LanePlaces, layout_of, lying
 from rl_core.weights.data.plan import ALIGN, SLOTS, DataMode, make_plan
 from rl_core.weights.sending.packing import Packer, SenderBuckets, sent_parts
 from rl_core.weights.transports.base import NoLane
@@ -53,6 +54,7 @@ class Share:
     layout: Layout
     own: torch.device
     _pieces: Sequence[Piece] | None
+    _lying: list[Any]
     connection: Connection[SenderEnd]
     device: torch.device
     readers: Mapping[str, bytes]
@@ -76,8 +78,11 @@ class Share:
         self.own = torch.empty(0, device=self.source.device).device
         if self.own.type == "cuda":
             torch.cuda.synchronize(self.own)  # an optimizer may step on another stream
-        self._pieces = self.source.pieces()
-        self.layout = layout_of(self.manifest, self._pieces, sends=True)
+        pieces = self._pieces = self.source.pieces()
+        self._lying = lying(pieces or ())
+        of = (self.manifest, pieces is None, self._lying)
+        make = partial(layout_of, self.manifest, pieces, sends=True)
+        self.layout = self._kept.same("layout", of, make)
 
     @property
     def extra_bytes(self) -> int:
@@ -108,7 +113,7 @@ class Share:
             return ""  # this rank has nothing
         lane = self.connection.lanes.get((DataMode.DIRECT, 0))
         same = moved.lane is lane and lane.data.device == self.device
-        if same and moved.lie_there(self.manifest, pieces):
+        if same and moved.lie_there(self.manifest, self._lying):
             return ""
         if not wanted and moved.lacked[0] is self.manifest:
             return moved.lacked[1]

@@ -81,9 +81,9 @@ class SharedTensors:
         self._lying: list[Any] = []
         self._places: tuple[Partition, LanePlaces] | None = None
 
-    def lie_there(self, manifest: WeightManifest, pieces: Sequence[Piece]) -> bool:
-        """Whether these pieces lie as those that were moved did."""
-        return self._manifest is manifest and self._lying == lying(pieces)
+    def lie_there(self, manifest: WeightManifest, now: list[Any]) -> bool:
+        """Whether pieces that are :func:`lying` so lie as those that were moved did."""
+        return self._manifest is manifest and self._lying == now
 
     def move(
         self,
