@@ -5,7 +5,7 @@ from __future__ import annotations
 import secrets
 from functools import partial
 from itertools import compress
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 import torch
@@ -43,7 +43,8 @@ from rl_core.weights.sending.agreement import Agreement
 from rl_core.weights.sending.share import Share
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Generator, Mapping
+    from typing import TypeAlias
 
     from rl_core.interfaces.weights import WeightSource
     from rl_core.weights.connections import Connection
@@ -56,8 +57,9 @@ if TYPE_CHECKING:
     from rl_core.weights.sending.ranks import Ranks
     from rl_core.weights.transports.base import SenderEnd
 
-    #: What follows the answers of the other ranks.
-    Then = Callable[[Mapping[int, Any]], list[Effect]]
+    T = TypeVar("T")
+    #: They yield whether other ranks were asked, and go on with the answers.
+    Steps: TypeAlias = Generator[bool, Mapping[int, Any], T]
 
 __all__ = ["SendJob"]
 
@@ -109,7 +111,7 @@ class SendJob(Job[SenderSession]):
         self._table: DigestTable | None = None
         self._tables: dict[int, DigestTable] = {}  # by rank, all of one table
         self._fallback: str | None = None
-        self._then: Then | None = None
+        self._steps: Steps[list[Effect]] | None = None
         # What receivers want decides on these; they are set with the plan.
         self._ready: Mapping[str, messages.Ready]
         self._dtypes: dict[str, str]
@@ -174,7 +176,7 @@ class SendJob(Job[SenderSession]):
 
     def release_resources(self) -> None:  # noqa: D102
         self._close_source()
-        self._table = self._then = None
+        self._table = self._steps = None
         self._channels = {}
 
     # -- what arrives -----------------------------------------------------------------------------
@@ -256,10 +258,10 @@ class SendJob(Job[SenderSession]):
                 for key in session.connections if to is None else [to]:
                     self._send(key, message)
             case MakePlan(ready, ranks):
-                return self._agree(ready, ranks)
+                self._steps = self._plan(ready, ranks)
+                return self._go_on(None)
             case Answered(answers):
-                assert self._then is not None, "ranks answer what this one sent"
-                return self._then(answers)
+                return self._go_on(answers)
             case Pack(index):
                 plan = self._plans[0]
                 session.at = plan.buckets[index].name
@@ -284,10 +286,8 @@ class SendJob(Job[SenderSession]):
                 return session.packed(index, digests, lane)
             case Confirm():
                 session.at = ""
-                confirm = messages.ConfirmRank(session.offer.session)
-                questions = dict.fromkeys(session.ranks, confirm)
-                own = self._share.source.confirm  # what was sent is of one state
-                return self._ask(questions, messages.RankConfirmed, own, self._confirmed)
+                self._steps = self._confirm()
+                return self._go_on(None)
         return []
 
     def _send(self, key: str, message: Any) -> None:
@@ -300,27 +300,29 @@ class SendJob(Job[SenderSession]):
         if not end.send(key, frame):
             self._unreachable.append(key)
 
-    def _ask(
-        self,
-        questions: Mapping[int, messages.ToRank],
-        answer: type,
-        own: Callable[[], object],
-        then: Then,
-    ) -> list[Effect]:
-        """Asks all other ranks, does this rank's own part meanwhile, and goes on with ``then``."""
-        self.perform(self.session.ask(questions, answer))
-        own()
-        if not questions:
-            return then({})
-        self._then = then
+    def _go_on(self, answers: Mapping[int, Any] | None) -> list[Effect]:
+        """Goes on until other ranks have been asked, or with what follows at the end."""
+        assert self._steps is not None, "ranks answer what this one sent"
+        try:
+            asked = self._steps.send(answers)  # type: ignore[arg-type]  # None begins
+            while not asked:
+                asked = self._steps.send({})
+        except StopIteration as end:
+            effects: list[Effect] = end.value
+            return effects
         return []
+
+    def _ask(self, questions: Mapping[int, messages.ToRank], answer: type) -> bool:
+        """Asks all other ranks, if any; they do their part while this one does its own."""
+        self.perform(self.session.ask(questions, answer))
+        return bool(questions)
 
     # -- what is sent, and where it lies ----------------------------------------------------------
 
-    def _agree(
+    def _plan(
         self, ready: Mapping[str, messages.Ready], ranks: Mapping[int, messages.RankReady]
-    ) -> list[Effect]:
-        """Decides on the parts, and which rank each one comes from."""
+    ) -> Steps[list[Effect]]:
+        """Decides on the parts, which rank each one comes from, and where it lies."""
         kept, share, answers = self._kept, self._share, list(ready.values())
         self._ready, manifest = ready, share.manifest
         self._dtypes = answers[0].dtypes
@@ -351,17 +353,17 @@ class SendJob(Job[SenderSession]):
         }
         share.readers = {hello.receiver: b"" for hello in peers.values()}
         direct = self._move_tensors()
-        if not self._same and not any(any(self._holds(answer)) for answer in answers):
-            if self.options.verify != "none":
-                self._table = DigestTable(self._parts.manifest)
-            return self._prepare_lanes(direct)
-        before = kept.committed_parts if self._same else None
-        if before is None or before == self._parts:
-            return self._hash_parts(self._parts, direct)
-        comparable = all(map(before.has, self._layouts.values()))
-        if before.whole.digest != self._wire.digest or not comparable:
-            self._check_same(None)
-        return self._hash_parts(before, direct)  # other engines keep other parts
+        if self._same or any(any(self._holds(answer)) for answer in answers):
+            before = kept.committed_parts if self._same else None
+            if before is not None and before != self._parts:  # other engines keep other parts
+                comparable = all(map(before.has, self._layouts.values()))
+                if before.whole.digest != self._wire.digest or not comparable:
+                    self._check_same(None)
+                yield from self._hash_parts(before, direct)
+            self._table = yield from self._hash_parts(self._parts, direct)
+        elif self.options.verify != "none":
+            self._table = DigestTable(self._parts.manifest)
+        return (yield from self._prepare_lanes(direct))
 
     def _move_tensors(self) -> bool:
         """Moves this rank's tensors to memory that receivers read, if possible and wanted."""
@@ -389,7 +391,7 @@ class SendJob(Job[SenderSession]):
         """The digests of the parts that a receiver has, if it knows these parts."""
         return answer.holds if answer.parts == self._parts.manifest.digest else b""
 
-    def _hash_parts(self, parts: Partition, direct: bool) -> list[Effect]:
+    def _hash_parts(self, parts: Partition, direct: bool) -> Steps[DigestTable]:
         """Has the digest of every part made, of what it is now, each on a rank that has it.
 
         Args:
@@ -415,25 +417,18 @@ class SendJob(Job[SenderSession]):
             for rank in self.session.ranks
         }
 
-        def own() -> None:
-            table.known.update(self._share.digests(mode, size, parts, gives[0]).known)
-
-        def merged(answers: Mapping[int, Any]) -> list[Effect]:
-            for rank, answer in answers.items():
-                names = [part.name for part in compress(parts.manifest.owned, gives[rank])]
-                found = answer.digests
-                if len(found) != len(names) * DIGEST_BYTES:
-                    raise RefitProtocolError(f"rank {rank} sent too few digests", rank=rank)
-                for n, name in enumerate(names):
-                    table.known[name] = found[n * DIGEST_BYTES : (n + 1) * DIGEST_BYTES]
-            if self._same and self._kept.committed_parts in (None, parts):
-                self._check_same(table)  # before an engine, which may serve, is written to
-            if parts is not self._parts:
-                return self._hash_parts(self._parts, direct)
-            self._table = table
-            return self._prepare_lanes(direct)
-
-        return self._ask(questions, messages.PartsHashed, own, merged)
+        asked = self._ask(questions, messages.PartsHashed)
+        table.known.update(self._share.digests(mode, size, parts, gives[0]).known)
+        for rank, answer in (yield asked).items():
+            names = [part.name for part in compress(parts.manifest.owned, gives[rank])]
+            found = answer.digests
+            if len(found) != len(names) * DIGEST_BYTES:
+                raise RefitProtocolError(f"rank {rank} sent too few digests", rank=rank)
+            for n, name in enumerate(names):
+                table.known[name] = found[n * DIGEST_BYTES : (n + 1) * DIGEST_BYTES]
+        if self._same and self._kept.committed_parts in (None, parts):
+            self._check_same(table)  # before an engine, which may serve, is written to
+        return table
 
     def _skipped(self) -> bytes:
         """A byte for each part, 1 for those that no engine needs; empty if all are needed."""
@@ -447,7 +442,7 @@ class SendJob(Job[SenderSession]):
             skip = self._parts.whole_tensors(skip)
         return skip if any(skip) else b""
 
-    def _prepare_lanes(self, direct: bool) -> list[Effect]:
+    def _prepare_lanes(self, direct: bool) -> Steps[list[Effect]]:
         """Has every rank make its lane, from which the receivers that keep its parts read."""
         mode = DataMode.DIRECT if direct else DataMode.PACKED
         size, skip = self.options.bucket_for(self._share.device, mode), self._skipped()
@@ -477,60 +472,60 @@ class SendJob(Job[SenderSession]):
             for rank in self.session.ranks
         }
 
-        def own() -> None:
-            self._share.readers = {ids[key]: reads for key, reads in readers[0].items()}
-            buckets = self._share.prepare(mode, size, skips[0], self._table)
-            buckets.lane.ends = self.session.deadline
-            self._plans = {0: buckets.plan}
-
-        def made(answers: Mapping[int, messages.RankPrepared]) -> list[Effect]:
-            reasons = [f"rank {rank}: {its.reason}" for rank, its in answers.items() if its.reason]
-            if reasons and not self._is_direct(reasons[0]):
-                return self._prepare_lanes(False)
-            self._extra_bytes = self._share.extra_bytes
-            infos: dict[int, messages.LaneInfo] = {}
-            for rank in self._layouts:
-                places = answers[rank].places if rank else self._share.places(mode)
-                if rank:
-                    of = (self._parts, size, mode, skips[rank], self._share.hash.block, places)
-                    plan = self._plans[rank] = self._kept.same(rank, of, partial(make_plan, *of))
-                    if plan.digest != answers[rank].plan:
-                        text = f"rank {rank} and rank 0 made different plans"
-                        raise RefitProtocolError(text, phase="PREPARE", rank=rank)
-                    self._extra_bytes += answers[rank].extra_bytes
-                ref = answers[rank].ref if rank else dict(self._share.buckets.lane.ref)
-                digest = self._plans[rank].digest
-                infos[rank] = messages.LaneInfo(digest, skips[rank], ref, places=places)
-            prepares: dict[str, messages.Prepare] = {}
-            for key in ids:
-                lanes = {
-                    rank: msgspec.structs.replace(info, reads=readers[rank][key])
-                    for rank, info in infos.items()
-                    if key in readers[rank]
-                }
-                prepares[key] = messages.Prepare(
-                    self.session.offer.session,
-                    size,
-                    direct,
-                    dict(self._parts.cuts),
-                    lanes,
-                    self.session.remaining_s,
-                    self._share.hash.kind,
-                )
-            self._plans = {rank: plan for rank, plan in self._plans.items() if readers[rank]}
-            if self._table is not None:
-                known, manifest = self._table.known, self._parts.manifest
-                self._tables = {rank: DigestTable(manifest, known) for rank in self._plans}
-            sizes = {rank: (len(plan.buckets), plan.window) for rank, plan in self._plans.items()}
-            return self.session.planned(prepares, sizes)
-
-        return self._ask(questions, messages.RankPrepared, own, made)
+        asked = self._ask(questions, messages.RankPrepared)
+        self._share.readers = {ids[key]: reads for key, reads in readers[0].items()}
+        buckets = self._share.prepare(mode, size, skips[0], self._table)
+        buckets.lane.ends = self.session.deadline
+        self._plans = {0: buckets.plan}
+        answers = yield asked
+        reasons = [f"rank {rank}: {its.reason}" for rank, its in answers.items() if its.reason]
+        if reasons and not self._is_direct(reasons[0]):
+            return (yield from self._prepare_lanes(False))
+        self._extra_bytes = self._share.extra_bytes
+        infos: dict[int, messages.LaneInfo] = {}
+        for rank in self._layouts:
+            places = answers[rank].places if rank else self._share.places(mode)
+            if rank:
+                of = (self._parts, size, mode, skips[rank], self._share.hash.block, places)
+                plan = self._plans[rank] = self._kept.same(rank, of, partial(make_plan, *of))
+                if plan.digest != answers[rank].plan:
+                    text = f"rank {rank} and rank 0 made different plans"
+                    raise RefitProtocolError(text, phase="PREPARE", rank=rank)
+                self._extra_bytes += answers[rank].extra_bytes
+            ref = answers[rank].ref if rank else dict(self._share.buckets.lane.ref)
+            digest = self._plans[rank].digest
+            infos[rank] = messages.LaneInfo(digest, skips[rank], ref, places=places)
+        prepares: dict[str, messages.Prepare] = {}
+        for key in ids:
+            lanes = {
+                rank: msgspec.structs.replace(info, reads=readers[rank][key])
+                for rank, info in infos.items()
+                if key in readers[rank]
+            }
+            prepares[key] = messages.Prepare(
+                self.session.offer.session,
+                size,
+                direct,
+                dict(self._parts.cuts),
+                lanes,
+                self.session.remaining_s,
+                self._share.hash.kind,
+            )
+        self._plans = {rank: plan for rank, plan in self._plans.items() if readers[rank]}
+        if self._table is not None:
+            known, manifest = self._table.known, self._parts.manifest
+            self._tables = {rank: DigestTable(manifest, known) for rank in self._plans}
+        sizes = {rank: (len(plan.buckets), plan.window) for rank, plan in self._plans.items()}
+        return self.session.planned(prepares, sizes)
 
     # -- the end ----------------------------------------------------------------------------------
 
-    def _confirmed(self, answers: Mapping[int, messages.RankConfirmed]) -> list[Effect]:
-        """All ranks have: seals."""
-        for rank, answer in answers.items():
+    def _confirm(self) -> Steps[list[Effect]]:
+        """Sees that what was sent is of one state, on all ranks; then engines seal."""
+        confirm = messages.ConfirmRank(self.session.offer.session)
+        asked = self._ask(dict.fromkeys(self.session.ranks, confirm), messages.RankConfirmed)
+        self._share.source.confirm()
+        for rank, answer in (yield asked).items():
             assert self._ranks is not None
             self._ranks.check_state(rank, answer.state, self._share.source.state)
         if self._same and self._kept.committed_parts in (None, self._parts):
