@@ -104,6 +104,7 @@ def test_other_views_of_the_same_memory_are_tensors_of_their_own():
     assert aliases(a=memory, rows=memory[:2], t=memory.t(), i=memory.view(torch.int32)) == {}
     assert aliases(flat=memory.view(-1), a=memory, late=memory[2:]) == {}
     assert aliases(t=memory.t(), a=memory, again=memory.t()) == {"again": "t"}
+    assert aliases(a=memory, minus=torch._neg_view(memory)) == {}
 
 
 @pytest.mark.parametrize("device", ["cpu", "meta"])

@@ -343,6 +343,14 @@ def obstacles() -> dict[str, tuple[Callable[[Tensors], object], str]]:
             lambda t: t.update(zip("ow", seen_twice(bytearray(120)), strict=True)),
             "(o and w|w and o) are two storages of one memory",
         ),
+        "other processes": (
+            lambda t: t.update(w=t["w"].share_memory_()),
+            "w is in memory that other processes may use",
+        ),
+        "inference": (
+            lambda t: t.update(w=torch.inference_mode()(torch.Tensor.clone)(t["w"])),
+            "w was made in inference mode",
+        ),
         "another dtype": (lambda t: t.update(w=t["w"].double()), "w has another dtype"),
         "another device": (lambda t: t.update(w=t["w"].to("meta")), "w is on meta"),
     }
@@ -519,12 +527,30 @@ def test_tensors_that_exchanged_their_memory_are_moved_back(keep):
 
 @pytest.mark.parametrize("side", ["trainer", "engine"])
 @pytest.mark.parametrize("mode", ["auto", "packed"])
-def test_a_tensor_that_was_transposed_where_it_was_is_sent_as_it_now_is(keep, side, mode):
-    tensors = {"a": torch.arange(9.0).view(3, 3).clone()}
+@pytest.mark.parametrize("read", [torch.t, torch.conj])
+def test_a_tensor_that_is_read_otherwise_is_sent_as_it_now_is(keep, side, mode, read):
+    tensors = {"a": torch.randn(3, 3, dtype=torch.complex64)}
     trainer = keep(Trainer(tensors, at_home=True))
     engine = keep(Engine(blank(tensors), kind=InPlaceSink))
     assert go(trainer, engine, mode=mode).mode == ("direct" if mode == "auto" else mode)
     changed = tensors if side == "trainer" else engine.sink.tensor
-    changed["a"].data = changed["a"].data.t()
+    changed["a"].data = read(changed["a"].data)
     go(trainer, engine, mode=mode, verify="installed")
+    assert torch.equal(tensors["a"], engine.sink.tensor["a"])
+
+
+def test_what_left_the_weights_and_is_kept_is_not_written_over(keep):
+    tensors = {"a": torch.full((99,), 1.0), "b": torch.full((99,), 2.0)}
+    trainer, engine = keep(Trainer(tensors, at_home=True)), keep(Engine(blank(tensors)))
+    go(trainer, engine)
+    trained = {name: tensor.data for name, tensor in tensors.items()}
+    for tensor in tensors.values():
+        tensor.data = tensor * 10  # an average of earlier steps
+    assert go(trainer, engine).mode == "direct"
+    assert same(tensors, engine.sink.tensor)
+    for name, tensor in tensors.items():
+        tensor.data = trained.pop(name)
+    assert tensors["a"].eq(1).all()
+    assert tensors["b"].eq(2).all()
+    assert go(trainer, engine).mode == "direct"
     assert same(tensors, engine.sink.tensor)

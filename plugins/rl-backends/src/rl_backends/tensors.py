@@ -45,7 +45,8 @@ def tensor_specs(tensors: Mapping[str, torch.Tensor]) -> list[TensorSpec]:
     """Describes named tensors in their order.
 
     A tensor is an alias of the first one before it that is the same tensor object, or the same view
-    of the same memory: equal device, address, shape, strides and dtype. Nothing else is an alias:
+    of the same memory: equal device, address, shape, strides and dtype, and both or none of them
+    conjugated or negated when they are read. Nothing else is an alias:
 
     - A view of the same memory with another shape, strides or dtype, or that overlaps it, is a
       separate tensor. A refit sends what it shows, too, which agrees with what it overlaps.
@@ -57,7 +58,8 @@ def tensor_specs(tensors: Mapping[str, torch.Tensor]) -> list[TensorSpec]:
     specs = []
     for name, tensor in tensors.items():
         address = 0 if tensor.is_meta or not tensor.numel() else tensor.data_ptr()
-        view = (tensor.device, address, tensor.shape, tensor.stride(), tensor.dtype)
+        bits = tensor.is_conj(), tensor.is_neg()
+        view = (tensor.device, address, tensor.shape, tensor.stride(), tensor.dtype, bits)
         owner = first.setdefault(view if address else id(tensor), name)
         specs.append(
             TensorSpec(

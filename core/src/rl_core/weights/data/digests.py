@@ -36,7 +36,7 @@ import xxhash
 
 from rl_core.errors import RefitProtocolError
 from rl_core.weights.data.plan import BLOCK
-from rl_core.weights.data.runs import copy_run
+from rl_core.weights.data.runs import copy_run, is_plain
 from rl_core.weights.gpu import fold as _fold
 
 if TYPE_CHECKING:
@@ -202,7 +202,7 @@ class TensorHasher:
         begun: list[tuple[Sequence[_Place], Callable[[], list[bytes]]]] = []
         together: dict[torch.device, tuple[list[_Place], list[torch.Tensor]]] = {}
         for name, spec, tensor in given:
-            if not tensor.is_contiguous() or tensor.dtype != spec.torch_dtype:
+            if not is_plain(tensor) or tensor.dtype != spec.torch_dtype:
                 every = 0, spec.numel
                 found[name] = tensor_digest(
                     copied_digests(tensor, spec, every, self._hash, self._block)

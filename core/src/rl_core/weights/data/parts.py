@@ -48,7 +48,8 @@ __all__ = [
 #: Parts of all tensors: a Ready message has 16 bytes for each, and a frame holds half a million.
 _MOST_PARTS = 1 << 19
 #: What is seen of each tensor, of 10,000 in a few milliseconds.
-_SEEN = (torch.Tensor.data_ptr, torch.Tensor.stride, attrgetter("shape"), attrgetter("dtype"))
+_SEEN = [getattr(torch.Tensor, name) for name in ("data_ptr", "stride", "is_conj", "is_neg")]
+_SEEN += [attrgetter("shape"), attrgetter("dtype")]
 #: The boxes that one process has of each tensor, by its index in ``owned``; absent is all of it.
 Layout: TypeAlias = Mapping[int, Sequence[Box]]
 #: By index of a tensor, for each dimension the indices at which it is cut.

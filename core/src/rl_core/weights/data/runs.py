@@ -9,7 +9,12 @@ if TYPE_CHECKING:
 
     import torch
 
-__all__ = ["copy_run", "write_run"]
+__all__ = ["copy_run", "is_plain", "write_run"]
+
+
+def is_plain(tensor: torch.Tensor) -> bool:
+    """Whether the bytes in its memory, one after another, are its elements."""
+    return tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
 
 
 def copy_run(target: torch.Tensor, source: torch.Tensor, offset: int) -> None:

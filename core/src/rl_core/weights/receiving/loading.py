@@ -21,7 +21,7 @@ from rl_core.weights.data.digests import (
 )
 from rl_core.weights.data.parts import box_of, layout_of, lying, narrowed, runs_in, sizes_of
 from rl_core.weights.data.plan import ALIGN
-from rl_core.weights.data.runs import copy_run, write_run
+from rl_core.weights.data.runs import copy_run, is_plain, write_run
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -143,7 +143,7 @@ class Places:
         return all(
             place is not None
             and (place.device, place.dtype) == (device, part.torch_dtype)
-            and place.is_contiguous()
+            and is_plain(place)
             for _, place in self.of_part.get(part.name, ())
         )
 
@@ -321,7 +321,7 @@ class ReceiverBuckets:
                     for offset, some in runs_in(spec.shape, part, run.offset, len(elements)):
                         write = partial(self.places.sink.write, spec.name, offset, elements[some])
                         writes.append(partial(write, of=spec))
-                elif place.is_contiguous():
+                elif is_plain(place):
                     pairs.append((_elements(place, run), elements))
                 else:
                     writes.append(partial(write_run, place, run.offset, elements))

@@ -352,7 +352,8 @@ class SendJob(Job[SenderSession]):
             for rank, its in agreed.takes.items()
         }
         share.readers = {hello.receiver: b"" for hello in peers.values()}
-        direct = self._move_tensors()
+        mode, casts = self.options.mode, len(self._dtypes)
+        direct = mode != "packed" and self._is_direct(share.move(casts, wanted=mode == "direct"))
         if self._same or any(any(self._holds(answer)) for answer in answers):
             before = kept.committed_parts if self._same else None
             if before is not None and before != self._parts:  # other engines keep other parts
@@ -364,17 +365,6 @@ class SendJob(Job[SenderSession]):
         elif self.options.verify != "none":
             self._table = DigestTable(self._parts.manifest)
         return (yield from self._prepare_lanes(direct))
-
-    def _move_tensors(self) -> bool:
-        """Moves this rank's tensors to memory that receivers read, if possible and wanted."""
-        if self.options.mode == "packed":
-            return False
-        if not self._end.reads_memory:
-            transport = self.options.transport
-            reason = f"the transport {transport} does not share memory"
-        else:
-            reason = self._share.move(len(self._dtypes), wanted=self.options.mode == "direct")
-        return self._is_direct(reason)
 
     def _is_direct(self, reason: str) -> bool:
         """Whether it is, unless there is a reason; raises where nothing else is wanted."""

@@ -118,7 +118,9 @@ class Share:
         if not wanted and moved.lacked[0] is self.manifest:
             return moved.lacked[1]
 
-        def lane_of(nbytes: int) -> Lane:
+        def lane_of(nbytes: int, anew: bool) -> Lane:
+            if anew:
+                self._kept.connections.close_lanes(lambda mode, _: mode is DataMode.DIRECT)
             sizes = range(nbytes, nbytes + 1)
             how = (DataMode.DIRECT, sizes, self.device, [*self.readers])
             return self._kept.lane(self.connection, *how)

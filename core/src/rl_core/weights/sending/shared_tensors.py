@@ -45,11 +45,6 @@ class Memory:
                     memory.users[id(user)] = user
         return found
 
-    @property
-    def has_other_users(self) -> bool:
-        """Whether torch counts more users than these tensors, and Python's object for it."""
-        return torch._C._storage_Use_Count(self.storage._cdata) > len(self.users) + 1
-
     @torch.no_grad()
     def move(self, data: torch.Tensor) -> None:
         """Copies all bytes to ``data``, which the known tensors use from now on.
@@ -78,6 +73,7 @@ class SharedTensors:
         self.lane: Lane = NoLane()
         self.lacked: tuple[WeightManifest | None, str] = (None, "")
         self._manifest: WeightManifest | None = None
+        self._moved: list[torch.UntypedStorage] = []  # to the lane
         self._lying: list[Any] = []
         self._places: tuple[Partition, LanePlaces] | None = None
 
@@ -91,7 +87,7 @@ class SharedTensors:
         pieces: Sequence[Piece],
         others: Iterable[torch.Tensor],
         device: torch.device,
-        lane_of: Callable[[int], Lane],
+        lane_of: Callable[[int, bool], Lane],
     ) -> str:
         """Moves all storages of pieces into a lane, one after another; those that are there stay.
 
@@ -103,7 +99,7 @@ class SharedTensors:
             pieces: Some.
             others: See :meth:`WeightSource.memory_users`.
             device: Which engines can read.
-            lane_of: Gives a lane of so many bytes.
+            lane_of: Gives a lane of so many bytes; another one than before, if so wanted.
 
         Returns:
             Why they cannot be moved; empty if they were.
@@ -119,7 +115,11 @@ class SharedTensors:
         for memory in memories.values():
             places.append((memory, end))
             end = -(-(end + memory.storage.nbytes()) // ALIGN) * ALIGN
-        lane = lane_of(end)
+        # What was moved before and has left the weights may still be used, such as by a backup.
+        kept = [storage for storage in self._moved if storage._cdata not in memories]
+        lane = lane_of(end, any(map(_users, kept)))
+        self._moved = self._moved if lane is self.lane else []
+        self.lane, self._manifest = lane, None
         base = lane.data.data_ptr()
         moves = [(m, place) for m, place in places if m.storage.data_ptr() != base + place]
         for memory, _ in moves:
@@ -127,10 +127,13 @@ class SharedTensors:
             if memory.storage.data_ptr() in range(base, base + end):
                 memory.move(torch.empty_like(lane.data[: memory.storage.nbytes()]))
         for memory, place in moves:
-            memory.move(lane.allocate_view(place, place + memory.storage.nbytes()))
+            data = lane.allocate_view(place, place + memory.storage.nbytes())
+            self._moved.append(data.untyped_storage())
+            memory.move(data)
         if moves:
             lane.free_old_memory()
-        self.lane, self._manifest, self._lying = lane, manifest, lying(pieces)
+        self._moved = [storage for storage in self._moved if _users(storage)]
+        self._manifest, self._lying = manifest, lying(pieces)
         self._places, self.lacked = None, (None, "")
         return ""
 
@@ -141,6 +144,11 @@ class SharedTensors:
         if self._places is None or self._places[0] is not parts:
             self._places = parts, LanePlaces.of(parts, pieces, self.lane.data.data_ptr())
         return self._places[1]
+
+
+def _users(storage: torch.UntypedStorage) -> int:
+    """How many tensors use it, as torch counts them."""
+    return torch._C._storage_Use_Count(storage._cdata) - 1  # Python's object does, too
 
 
 def _reason_not_shareable(
@@ -165,11 +173,15 @@ def _reason_not_shareable(
         first.setdefault(tensor.untyped_storage()._cdata, name)
     for memory, name in ((memories[key], name) for key, name in first.items()):
         # If a detached twin were moved, what is trained would stay behind.
-        if memory.has_other_users:
+        if _users(memory.storage) > len(memory.users):
             return (
                 f"{name} shares memory with a tensor outside of the weight source, such as one "
                 "of a kept state_dict(), a view, or a loss whose graph is kept"
             )
+        if memory.storage.device.type == "cpu" and memory.storage.is_shared():
+            return f"{name} is in memory that other processes may use (share_memory)"
+        if any(user.is_inference() for user in memory.users.values()):
+            return f"{name} was made in inference mode"
     starts = sorted((memories[key].storage.data_ptr(), key) for key in first)
     for (start, one), (other_start, other) in pairwise(starts):
         if start + memories[one].storage.nbytes() > other_start:
