@@ -81,6 +81,9 @@ class Part(WeightSource):
     def specs(self) -> Sequence[TensorSpec]:
         return describe(self.trainer.tensors)
 
+    def open(self, number: int, deadline_s: float) -> None:
+        self.trainer.at("open")
+
     def pieces(self) -> list[Piece]:
         self.trainer.at("pieces")
         return [
@@ -113,6 +116,7 @@ class Part(WeightSource):
 
     def close(self) -> None:
         self.closed += 1
+        self.trainer.at("close")
 
 
 class Rank(PolicyRefits):
@@ -240,8 +244,9 @@ def test_a_source_whose_refit_never_began_ends_no_other(trainer: Ranks, engine: 
     packing, go_on = threading.Event(), threading.Event()
 
     def stop(name: str) -> None:
-        packing.set()
-        assert go_on.wait(SOON)
+        if name == "pieces":
+            packing.set()
+            assert go_on.wait(SOON)
 
     trainer.ranks[0].at = stop
     refitting = spawn("refit", lambda: go(trainer, engine))
@@ -253,7 +258,7 @@ def test_a_source_whose_refit_never_began_ends_no_other(trainer: Ranks, engine: 
     assert same(engine.sink.tensor, trainer.ranks[0].tensors)
 
 
-@pytest.mark.parametrize("where", ["pieces", "half", "confirm"])
+@pytest.mark.parametrize("where", ["open", "pieces", "half", "confirm"])
 def test_a_rank_that_fails_is_named_and_the_next_refit_works(
     trainer: Ranks, engine: Engine, where: str
 ) -> None:
@@ -269,6 +274,21 @@ def test_a_rank_that_fails_is_named_and_the_next_refit_works(
     assert trainer.closed() == [[1]] * len(trainer.ranks)
     go(trainer, engine)
     assert same(engine.sink.tensor, trainer.ranks[0].tensors)
+
+
+def test_a_source_that_cannot_be_closed_is_an_error_of_its_rank(
+    trainer: Ranks, engine: Engine
+) -> None:
+    def fail(name: str) -> None:
+        if name == "close":
+            raise ValueError("out of luck")
+
+    trainer.ranks[-1].at = fail
+    with pytest.raises(RefitError, match="could not be closed: ValueError: out of luck"):
+        go(trainer, engine)
+    assert engine.receiver.version == 1
+    trainer.ranks[-1].at = lambda name: None
+    assert go(trainer, engine).version == 2
 
 
 def test_an_engine_that_fails_is_named_and_no_rank_that_left_because_of_it(

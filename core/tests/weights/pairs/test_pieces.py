@@ -10,7 +10,7 @@ import torch
 from simple_pair import SOON, DictSink, Engine, Replicas, Tensors, Trainer, blank, go
 
 from rl_backends.tensors import tensor_specs
-from rl_core.errors import ManifestMismatchError, RefitCorrupted
+from rl_core.errors import ManifestMismatchError, RefitAborted, RefitCorrupted
 from rl_core.interfaces import Box, Piece, TensorSpec
 from rl_core.weights.data.runs import write_run
 
@@ -129,6 +129,51 @@ def test_a_delta_sends_the_parts_that_changed(keep, at_home):
     trainer.source.tensor["experts"][0] += 1
     report = go(trainer, Replicas(*parts), delta=True, verify="installed")
     assert report.bytes == 6 * 8 * 4 + 6 * 5 * 4
+    assert all(right(trainer, engine) for engine in parts)
+
+
+def exchange(first: Engine, second: Engine) -> None:
+    """Each keeps what the other one kept, in its own memory."""
+    kept, other = first.sink.kept, second.sink.kept
+    first.sink.kept = [p._replace(box=o.box) for p, o in zip(kept, other, strict=True)]
+    second.sink.kept = [o._replace(box=p.box) for p, o in zip(kept, other, strict=True)]
+
+
+@pytest.mark.parametrize("at_home", [False, True])
+def test_a_delta_relies_on_nothing_that_was_kept_before_other_pieces(keep, at_home):
+    trainer, parts = keep(Trainer(make(), at_home=at_home)), engines(keep, 2)
+    go(trainer, Replicas(*parts))
+    for _ in range(2):
+        exchange(*parts)
+        go(trainer, Replicas(*parts), delta=True)
+        assert all(right(trainer, engine) for engine in parts)
+
+
+@pytest.mark.parametrize("delta", [False, True])
+def test_an_engine_that_kept_its_pieces_before_must_be_prepared_for_them_again(keep, delta):
+    trainer, parts = keep(Trainer(make())), engines(keep, 2)
+    for sink in (engine.sink for engine in parts):
+        sink.pieces = lambda its=sink: its.kept  # with what else is written by calls
+    go(trainer, Replicas(*parts))
+    exchange(*parts)
+    go(trainer, Replicas(*parts))
+    exchange(*parts)
+    sending = trainer.sender.send(receivers=2, deadline_s=SOON, delta=delta)
+    for engine in parts:
+        engine.receiver.receive(deadline_s=SOON)
+    with pytest.raises(RefitAborted, match="keeps other pieces than it did when it was prepared"):
+        sending.result(SOON)
+    assert not any(engine.idle().receiver.torn for engine in parts)
+
+
+def test_what_is_not_kept_is_not_between_two_that_lie_together(keep):
+    tensors = {name: torch.full((16,), float(at)) for at, name in enumerate("abc", 1)}
+    trainer, parts = keep(Trainer(tensors, at_home=True)), engines(keep, 2)
+    trainer.source.pieces = lambda: [Piece(name, ((0, 16),), tensors[name]) for name in "acb"]
+    for engine, names in zip(parts, ("ac", "b"), strict=True):
+        engine.sink.specs = trainer.source.specs
+        engine.sink.kept = [Piece(name, ((0, 16),), torch.zeros(16)) for name in names]
+    assert go(trainer, Replicas(*parts)).mode == "direct"
     assert all(right(trainer, engine) for engine in parts)
 
 

@@ -36,7 +36,7 @@ class RankSession(PeerSession):
         hello: Of this rank.
         leader: Rank 0, for errors.
         manifest: Digest of this rank's manifest.
-        failed: Why it cannot take part, of which rank 0 is informed.
+        failed: Why it cannot take part, of which rank 0 is informed; may be set before the start.
         counted: The number of the Hello is this rank's own count of its calls, and not one that was
             given to all ranks; it then takes part in the refit that rank 0 is at.
         deadline_s: Seconds for the refit; rank 0 has these to name who is late.
@@ -76,7 +76,7 @@ class RankSession(PeerSession):
         self.met = False
         self.leader_number = 0
         self._leader = leader
-        self._failed = failed
+        self.failed = failed
         self._counted = counted
         self._session = ""
 
@@ -115,8 +115,8 @@ class RankSession(PeerSession):
         if phase is not self.phase:
             self._enter(phase)
         if isinstance(message, messages.Offer):
-            if self._failed is not None:
-                return self.fail(self._failed)
+            if self.failed is not None:
+                return self.fail(self.failed)
             if message.manifest != self._manifest:
                 return self.fail(
                     ManifestMismatchError(

@@ -238,6 +238,9 @@ class ReceiverBuckets:
         for segment in plan.buckets[index].segments:
             blocks = -(-(segment.stop - segment.start) // size)
             if self.reads and not self.reads[segment.tensor]:
+                if group:
+                    yield first, group, before
+                    group = []
                 block += blocks
                 continue
             in_place = self.places.is_written_in_place(segment.spec, device)

@@ -90,6 +90,8 @@ class RefitReceiver(Endpoint["ReceiveJob"]):
             that happens cannot commit, and takes nothing of it back.
         known: Digests, by name, of the parts that the engine is known to have.
         parts: What these are parts of.
+        known_of: What the engine kept when they became known.
+        expected: The manifest of the last sink.
         always_sent: Names of those that a delta does not leave out.
         device: Where the engine's tensors were when it was prepared.
         second_copy: Memory of staged refits, kept between them.
@@ -113,6 +115,7 @@ class RefitReceiver(Endpoint["ReceiveJob"]):
         self.outside_changes = 0
         self.known: dict[str, bytes] = {}
         self.parts: Partition | None = None
+        self.known_of: tuple[Layout, WeightManifest | None] = {}, None
         self.always_sent: set[str] = set()
         self.device = CPU
         self.second_copy: dict[tuple[str, Box], torch.Tensor] = {}
@@ -120,7 +123,7 @@ class RefitReceiver(Endpoint["ReceiveJob"]):
         self._new_sink = sink
         self._on_commit = on_commit
         self._prepared: tuple[int, WeightSink] | None = None  # changes before, its sink
-        self._expected: WeightManifest | None = None
+        self.expected: WeightManifest | None = None
         self._trainer: SenderInfo | None = None
         self._looked = 0.0
 
@@ -265,8 +268,8 @@ class RefitReceiver(Endpoint["ReceiveJob"]):
 
     def manifest_of(self, sink: WeightSink) -> WeightManifest:
         """The sink's manifest; the one of the last refit if nothing changed."""
-        self._expected = WeightManifest.of(sink.specs(), self._expected)
-        return self._expected
+        self.expected = WeightManifest.of(sink.specs(), self.expected)
+        return self.expected
 
     def connection(self, transport: str, trainer: SenderInfo) -> Connection[ReceiverEnd]:
         """This side of a transport; it takes the place of one to another sender."""
@@ -537,19 +540,19 @@ class ReceiveJob(Job[ReceiverSession]):
         # Before the sink is made, which knows of these changes, or of later ones as well.
         self._changes = receiver.outside_changes
         kept, sink = receiver.connections.buckets, receiver.sink()
-        expected = receiver.manifest_of(sink)
+        expected, keeps = receiver.manifest_of(sink), self.trainer.keeps
+        if receiver.known_of != (keeps, expected):  # what was known is of other pieces
+            receiver.known, receiver.known_of = {}, (keeps, expected)
+            kept.clear()
         mode = DataMode.DIRECT if prepare.direct else DataMode.PACKED
         lanes = tuple((rank, info.plan, info.reads) for rank, info in prepare.lanes.items())
         how = (prepare.bucket_bytes, mode, block_hash, offer.isolation)
-        key = (parts.manifest.digest, expected.digest, *how, lanes)
+        key = (parts.manifest.digest, *how, lanes)
         lasting = kept.get(key)
         plans: dict[int, TransferPlan] = {}
         for rank, info in prepare.lanes.items():
-            if lasting is not None:
-                plans[rank] = lasting.lanes[rank].plan
-            else:
-                size = block_hash.block
-                plans[rank] = make_plan(parts, how[0], mode, info.skip, size, info.places)
+            of = (parts, how[0], mode, info.skip, block_hash.block, info.places)
+            plans[rank] = make_plan(*of) if lasting is None else lasting.lanes[rank].plan
             if plans[rank].digest != info.plan:
                 raise RefitProtocolError(
                     "sender and receiver made different plans", phase="PREPARE"
@@ -562,14 +565,13 @@ class ReceiveJob(Job[ReceiverSession]):
                 self.pump(_LAST_WORD_S)  # a sender that gives up sends that before it closes memory
                 raise
             self._lanes[rank].ends = self.session.deadline
-        before = [it.places for it in kept.values()]
-        same = [it for it in before if it.parts is parts and it.expected is expected]
+        same = [it.places for it in kept.values() if it.places.parts is parts]
         if not same:
             compare(wire, expected)
         receiver.always_sent = {wire.root(name) for name in sink.always_sent}
         if parts is not receiver.parts:  # or digests of other parts would outlast what is written
-            for name in [name for name in receiver.known if name not in parts.manifest.by_name]:
-                del receiver.known[name]
+            names = parts.manifest.by_name
+            receiver.known = {n: d for n, d in receiver.known.items() if n in names}
             receiver.parts = parts
         known = receiver.known
         mark_torn = (lambda: None) if sink.double_buffered else self._mark_torn
@@ -600,7 +602,7 @@ class ReceiveJob(Job[ReceiverSession]):
             places = next((it for it in same if it.serves(sink)), None)
             if places is None:
                 pieces = sink.pieces()
-                if kept_of(wire, expected, pieces) != self.trainer.keeps:
+                if kept_of(wire, expected, pieces) != keeps:
                     raise RefitAborted(
                         f"{receiver.name}: the engine keeps other pieces than it did when it was "
                         "prepared",
@@ -614,7 +616,7 @@ class ReceiveJob(Job[ReceiverSession]):
                 for rank, plan in plans.items()
             }
             hasher = TensorHasher(block_hash, min(block_hash.block, how[0] // ALIGN * ALIGN))
-            lasting = ReceiverLanes(places, parts.mask(self.trainer.keeps), made, hasher)
+            lasting = ReceiverLanes(places, parts.mask(keeps), made, hasher)
         lasting.places.sink = sink
         keep_two(kept, key, lasting)
         self._loader = Loader(lasting, verify=offer.verify, known=known, mark_torn=mark_torn)
@@ -652,7 +654,8 @@ class ReceiveJob(Job[ReceiverSession]):
                 for index, part in enumerate(parts.manifest.owned)
                 if parts.tensor_of(index).name in receiver.always_sent
             }
-            held = {name: d for name, d in receiver.known.items() if name not in sent}
+            sound = receiver.known_of == (trainer.keeps, receiver.expected)
+            held = {n: d for n, d in receiver.known.items() if sound and n not in sent}
             holds = DigestTable(parts.manifest, held).flat
         return Ready(
             offer.session,

@@ -81,8 +81,11 @@ class RankJob(Job[RankSession]):
     def refit(self) -> dict[str, Any]:  # noqa: D102
         session = self.session
         try:
-            if self._share is not None:
-                self._share.source.open(self.number, session.remaining_s)
+            try:
+                if self._share is not None:
+                    self._share.source.open(self.number, session.remaining_s)
+            except Exception as error:  # rank 0 gets to know of it
+                session.failed = error
             self.perform(session.start())
             self.endpoint.runtime.drive(self)
         finally:
@@ -93,7 +96,7 @@ class RankJob(Job[RankSession]):
             if session.phase is not Phase.COMMITTED:
                 self._kept.drop_lanes_after_failure()
             if self._share is not None:
-                self._share.close()
+                self._share.close(session.error)
         if session.error is not None:
             raise session.error
         return session.report or {}

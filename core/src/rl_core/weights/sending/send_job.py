@@ -14,7 +14,6 @@ from rl_core.errors import (
     ConfigError,
     LifecycleError,
     RefitAborted,
-    RefitError,
     RefitProtocolError,
 )
 from rl_core.plugins import hookspecs
@@ -172,10 +171,10 @@ class SendJob(Job[SenderSession]):
                 unchanged = sum(before.known.get(n) == digest for n, digest in now.known.items())
             return self._report(unchanged).as_dict()
         finally:
-            self._close_source()  # before the refit after this one begins with its own
+            self._share.close(session.error)  # before the refit after this one begins with its own
 
     def release_resources(self) -> None:  # noqa: D102
-        self._close_source()
+        self._share.close()
         self._table = self._steps = None
         self._channels = {}
 
@@ -524,17 +523,6 @@ class SendJob(Job[SenderSession]):
         return self.session.confirmed(
             {key: "" if table is None else table.digest(m) for key, m in self._keeps.items()}
         )
-
-    def _close_source(self) -> None:
-        try:
-            self._share.close()
-        except Exception as error:
-            text = f"the weight source could not be closed: {type(error).__name__}: {error}"
-            if self.session.error is None:
-                raise RefitError(
-                    f"{self.endpoint.name}: {text}", fix="correct WeightSource.close"
-                ) from error
-            self.session.error.add_note(text)
 
     def _check_version(self) -> None:
         """Decides whether the version is a committed one, whose weights must be the same."""

@@ -19,6 +19,7 @@ from rl_core.weights.transports.base import NoLane
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    from rl_core.errors import RLError
     from rl_core.interfaces.weights import Piece, WeightSource
     from rl_core.weights.connections import Connection
     from rl_core.weights.data.digests import BlockHash
@@ -185,8 +186,8 @@ class Share:
             table.known.update(TensorHasher(self.hash, block).digests(named, lasting))
         return table
 
-    def close(self) -> None:
-        """Closes the source once."""
+    def close(self, failure: RLError | None = None) -> None:
+        """Closes the source once; if that fails, raises RefitError, or notes it in ``failure``."""
         if self._closed:
             return
         self._closed = True
@@ -194,7 +195,13 @@ class Share:
             self._packer.close()
         vars(self).pop("buckets", None)
         self._packer = self._pieces = None  # or views that the next refit makes anew would stay
-        self.source.close()
+        try:
+            self.source.close()
+        except Exception as error:
+            text = f"the weight source could not be closed: {type(error).__name__}: {error}"
+            if failure is None:
+                raise RefitError(text, fix="correct WeightSource.close") from error
+            failure.add_note(text)
 
     def _make(self, mode: DataMode, bucket_bytes: int, skip: bytes) -> SenderBuckets:
         """The buckets of a refit, and memory for them: those of the last refits, where they fit."""
