@@ -27,24 +27,10 @@ from rl_core.weights.data.parts import Partition
 from rl_core.weights.data.plan import DataMode, make_plan
 from rl_core.weights.protocol import frames
 from rl_core.weights.protocol import messages as m
+from rl_core.weights.protocol import session as of
 from rl_core.weights.protocol.rank_session import RankSession
 from rl_core.weights.protocol.receiver_session import ReceiverSession
 from rl_core.weights.protocol.sender_session import SenderSession
-from rl_core.weights.protocol.session import (
-    Answered,
-    Attach,
-    Confirm,
-    Effect,
-    Install,
-    Load,
-    MakePlan,
-    Pack,
-    Packed,
-    Perform,
-    Phase,
-    Publish,
-    Send,
-)
 from rl_core.weights.receiving.receiver import ReceiveJob
 from rl_core.weights.sending import rank_job as _rank_job
 from rl_core.weights.sending import send_job as _send_job
@@ -231,7 +217,7 @@ def rank_session(choices: Choices, seen: Counter[str]) -> None:
     perform(session, session.start())
     for message in script(choices, TO_RANK, "sender", [*FROM_SENDER, *TO_RANK], seen):
         perform(session, session.receive(message))
-    if session.phase is Phase.COMMITTED and session.report is None:
+    if session.phase is of.Phase.COMMITTED and session.report is None:
         raise Finding("committed without a report")
     seen[f"rank {session.phase}"] += 1
 
@@ -255,48 +241,48 @@ def script(
     return told
 
 
-def perform(session: Any, effects: list[Effect]) -> None:
+def perform(session: Any, effects: list[of.Effect]) -> None:
     """Answers every effect as an endpoint does that never fails."""
     if session.error is not None and not isinstance(session.error, RLError):
         raise Finding(f"an error that is not ours: {session.error!r}")
-    if session.phase in (Phase.ABORTED, Phase.TORN) and session.error is None:
+    if session.phase in (of.Phase.ABORTED, of.Phase.TORN) and session.error is None:
         raise Finding("a failure without an error")
     for effect in effects:
         match effect:
-            case Send(message):
+            case of.Send(message):
                 msgspec.msgpack.encode(message)
-                following: list[Effect] = []
-            case MakePlan(_, ranks) if ranks:
+                following: list[of.Effect] = []
+            case of.MakePlan(_, ranks) if ranks:
                 following = session.ask({1: TO_RANK[1]}, m.PartsHashed)
-            case Answered({1: m.PartsHashed()}):
+            case of.Answered({1: m.PartsHashed()}):
                 following = session.ask({1: TO_RANK[2]}, m.RankPrepared)
-            case Answered({1: m.RankPrepared()}):
+            case of.Answered({1: m.RankPrepared()}):
                 of_two = msgspec.structs.replace(PREPARE, lanes=LANES_OF_TWO)
                 sizes = dict.fromkeys(LANES_OF_TWO, (len(PLAN.buckets), 2))
                 following = session.planned(dict.fromkeys(session.peers, of_two), sizes)
-            case Answered():
+            case of.Answered():
                 following = session.confirmed(dict.fromkeys(session.peers, ""))
-            case Packed(index, digests, lane):
+            case of.Packed(index, digests, lane):
                 following = session.packed(index, digests, lane)
-            case Perform():
+            case of.Perform():
                 following = session.answer(OF_RANK[1])
-            case MakePlan():
+            case of.MakePlan():
                 prepares = dict.fromkeys(session.peers, PREPARE)
                 following = session.planned(prepares, {0: (len(PLAN.buckets), 2)})
-            case Pack(index):
+            case of.Pack(index):
                 following = session.packed(index, DIGESTS[index])
-            case Confirm() if session.ranks:
+            case of.Confirm() if session.ranks:
                 following = session.ask({1: TO_RANK[-2]}, m.RankConfirmed)
-            case Confirm():
+            case of.Confirm():
                 following = session.confirmed(dict.fromkeys(session.peers, ""))
-            case Attach():
+            case of.Attach():
                 following = session.attached({0: len(PLAN.buckets)})
-            case Load(index):
+            case of.Load(index):
                 session.mark_torn()
                 following = session.loaded(index)
-            case Install():
+            case of.Install():
                 following = session.installed()
-            case Publish():
+            case of.Publish():
                 following = session.published()
             case _:
                 following = []
@@ -408,7 +394,7 @@ def receiver_job(choices: Choices, seen: Counter[str]) -> None:
     ends_typed("receiver's refit", job.refit, seen)
     if receiver.lock._is_owned():  # type: ignore[attr-defined]
         raise Finding("the engine stays locked")
-    if receiver.torn != (job.session.phase is Phase.TORN):
+    if receiver.torn != (job.session.phase is of.Phase.TORN):
         raise Finding(f"{job.session.phase} and torn={receiver.torn}")
 
 

@@ -12,7 +12,7 @@ from unittest.mock import patch
 
 import pytest
 from hosted_model import HostedEngine, hosting_in_hand
-from refit_model.search import explore, follow
+from refit_model.search import explore, follow, nothing_goes_wrong
 from refit_model.world import Refit, Scenario
 
 from rl_core.weights.engine_lock import EngineLock
@@ -102,14 +102,6 @@ ANOTHER_ONES_GRANT = (
 def in_hand() -> Iterator[None]:
     with hosting_in_hand():
         yield
-
-
-def nothing_goes_wrong(name: str, scene: Scenario, capsys: pytest.CaptureFixture[str]) -> None:
-    found = explore(scene)
-    with capsys.disabled():
-        print(f"\n{name}: {found}", end=" ")
-    assert found.broken is None, "\n".join([found.broken or "", *found.trace])
-    assert found.complete
 
 
 @pytest.mark.parametrize("name", SCENARIOS)

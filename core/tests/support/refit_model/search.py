@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from dataclasses import dataclass
+from typing import Any
 
 from refit_model.events import choices, take
 from refit_model.product import product_in_hand
@@ -86,6 +87,15 @@ def explore(scenario: Scenario, *, most: int = 1 << 60) -> Found:
     found.complete = not queue and found.broken is None
     found.seconds = time.process_time() - begun
     return found
+
+
+def nothing_goes_wrong(name: str, scenario: Scenario, capsys: Any) -> None:
+    """Explores all of a scenario, and prints how much that is."""
+    found = explore(scenario)
+    with capsys.disabled():
+        print(f"\n{name}: {found}", end=" ")
+    assert found.broken is None, "\n".join([found.broken or "", *found.trace])
+    assert found.complete
 
 
 def follow(scenario: Scenario, trace: Trace) -> tuple[str | None, list[str]]:

@@ -77,17 +77,6 @@ def test_the_engine_keeps_its_version_while_the_trainer_goes_on(pair):
     assert torch.equal(engine.sink.tensor["big"], make_persistent()["big"])
 
 
-def test_a_tensor_that_was_replaced_is_moved_again(pair):
-    trainer, engine = pair
-    go(trainer, engine)
-    trainer.source.tensor["big"].data = torch.full((50, 41), 3.0)
-    assert go(trainer, engine).mode == "direct"
-    assert torch.equal(engine.sink.tensor["big"], torch.full((50, 41), 3.0))
-    trainer.source.tensor["big"].add_(1)
-    go(trainer, engine)
-    assert torch.equal(engine.sink.tensor["big"], torch.full((50, 41), 4.0))
-
-
 def test_a_model_that_grows_moves_to_other_memory(keep, pair):
     trainer, engine = pair
     go(trainer, engine)
@@ -550,7 +539,8 @@ def test_what_left_the_weights_and_is_kept_is_not_written_over(keep):
     assert same(tensors, engine.sink.tensor)
     for name, tensor in tensors.items():
         tensor.data = trained.pop(name)
-    assert tensors["a"].eq(1).all()
-    assert tensors["b"].eq(2).all()
-    assert go(trainer, engine).mode == "direct"
-    assert same(tensors, engine.sink.tensor)
+    assert [tensor.unique().item() for tensor in tensors.values()] == [1, 2]
+    for _ in range(2):
+        assert go(trainer, engine).mode == "direct"
+        assert same(tensors, engine.sink.tensor)
+        tensors["a"].add_(1)

@@ -14,7 +14,7 @@ import pytest
 from refit_model import scenarios
 from refit_model.mutants import MUTANTS
 from refit_model.scenarios import FULL
-from refit_model.search import explore, follow
+from refit_model.search import explore, follow, nothing_goes_wrong
 from refit_model.world import Scenario
 
 pytestmark = pytest.mark.concerns("core/")
@@ -71,14 +71,6 @@ def scenario(name: str) -> Scenario:
     found = getattr(scenarios, name)
     assert isinstance(found, Scenario)
     return found
-
-
-def nothing_goes_wrong(name: str, scene: Scenario, capsys: pytest.CaptureFixture[str]) -> None:
-    found = explore(scene)
-    with capsys.disabled():
-        print(f"\n{name}: {found}", end=" ")
-    assert found.broken is None, "\n".join([found.broken or "", *found.trace])
-    assert found.complete
 
 
 @pytest.mark.parametrize("name", ALWAYS)
