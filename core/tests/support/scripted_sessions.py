@@ -6,36 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from rl_core.weights.protocol.messages import (
-    Abort,
-    BucketPacked,
-    BucketReady,
-    Commit,
-    ConfirmRank,
-    Done,
-    Failed,
-    FromRank,
-    FromReceiver,
-    FromSender,
-    HashParts,
-    Hello,
-    LaneInfo,
-    Loaded,
-    Offer,
-    Over,
-    PackBucket,
-    PartsHashed,
-    Prepare,
-    Prepared,
-    PrepareRank,
-    RankConfirmed,
-    RankPrepared,
-    RankReady,
-    Ready,
-    Seal,
-    Sealed,
-    ToRank,
-)
+from rl_core.weights.protocol import messages as m
 from rl_core.weights.protocol.rank_session import RankSession
 from rl_core.weights.protocol.receiver_session import ReceiverSession
 from rl_core.weights.protocol.sender_session import SenderSession
@@ -59,22 +30,22 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 S, DEADLINE_S = "this", 60.0
-OFFER = Offer(S, "trainer", 1, "manifest", "wire", "quiesced", False, {})
-READY = Ready(S, {}, b"", ())
-SEAL = Seal(S, "digest")
-PREPARE = Prepare(S, 64, False, {}, {0: LaneInfo("plan", b"", {})}, DEADLINE_S)
-HELLOS = [Hello(f"id{i}", "engine", 100 + i, bytes([i]) * 16, 1) for i in range(3)]
+OFFER = m.Offer(S, "trainer", 1, "manifest", "wire", "quiesced", False, {})
+READY = m.Ready(S, {}, b"", ())
+SEAL = m.Seal(S, "digest")
+PREPARE = m.Prepare(S, 64, False, {}, {0: m.LaneInfo("plan", b"", {})}, DEADLINE_S)
+HELLOS = [m.Hello(f"id{i}", "engine", 100 + i, bytes([i]) * 16, 1) for i in range(3)]
 #: The other ranks of the trainer, and what they and rank 0 send each other.
 RANKS = ["rank 1 of 3 (process 11)", "rank 2 of 3 (process 12)"]
-RANK_HELLOS = {r: Hello("", RANKS[r - 1], 10 + r, bytes([64 + r]) * 16, 1, r) for r in (1, 2)}
-RANK_READY = RankReady(S, 3, {}, 11, "host")
-HASH = HashParts(S, {}, {}, b"\x01", 64, "xxh3", True, "token")
-HASHED = PartsHashed(S, b"digests")
-PREPARE_RANK = PrepareRank(
+RANK_HELLOS = {r: m.Hello("", RANKS[r - 1], 10 + r, bytes([64 + r]) * 16, 1, r) for r in (1, 2)}
+RANK_READY = m.RankReady(S, 3, {}, 11, "host")
+HASH = m.HashParts(S, {}, {}, b"\x01", 64, "xxh3", True, "token")
+HASHED = m.PartsHashed(S, b"digests")
+PREPARE_RANK = m.PrepareRank(
     S, {}, {}, b"", 64, False, "xxh3", "token", "ipc", {}, {"id0": b"", "id1": b""}, ((), ())
 )
-RANK_PREPARED = RankPrepared(S, "plan")
-CONFIRMED = RankConfirmed(S, 3)
+RANK_PREPARED = m.RankPrepared(S, "plan")
+CONFIRMED = m.RankConfirmed(S, 3)
 #: Of all ranks' lanes p0 reads the first two, and p1 all.
 PREPARES = {
     f"p{n}": msgspec.structs.replace(PREPARE, lanes=dict.fromkeys(range(2 + n), PREPARE.lanes[0]))
@@ -96,7 +67,7 @@ def new_receiver(**options: Any) -> ReceiverSession:
     )
 
 
-def new_sender(offer: Offer = OFFER, receivers: int = 2, **options: Any) -> SenderSession:
+def new_sender(offer: m.Offer = OFFER, receivers: int = 2, **options: Any) -> SenderSession:
     return SenderSession(
         offer, receivers=receivers, **{"number": 1, "deadline_s": DEADLINE_S} | options
     )
@@ -120,11 +91,11 @@ def loads(index: int) -> Callable[[ReceiverSession], list[Effect]]:
     return step
 
 
-def hears(message: FromSender) -> Callable[[ReceiverSession], list[Effect]]:
+def hears(message: m.FromSender) -> Callable[[ReceiverSession], list[Effect]]:
     return lambda receiver: receiver.receive(message)
 
 
-def says(number: int, message: Hello | FromReceiver) -> Callable[[SenderSession], list[Effect]]:
+def says(number: int, message: m.Hello | m.FromReceiver) -> Callable[[SenderSession], list[Effect]]:
     return lambda sender: sender.receive(f"p{number}", message)
 
 
@@ -133,7 +104,7 @@ def announced(index: int) -> list[Effect]:
 
 
 def sent(index: int) -> list[Effect]:
-    return [Send(BucketReady(S, index, b"digests"), f"p{number}") for number in range(2)]
+    return [Send(m.BucketReady(S, index, b"digests"), f"p{number}") for number in range(2)]
 
 
 def planned(sender: SenderSession, buckets: int = 2) -> list[Effect]:
@@ -148,15 +119,15 @@ RECEIVER: list[Step] = [
     ("discover", lambda r: r.start(), Phase.DISCOVER, [Send(HELLOS[0])]),
     ("ready", hears(OFFER), Phase.PREPARE, [Send(READY)]),
     ("attaching", hears(PREPARE), Phase.PREPARE, [Attach(PREPARE, OFFER)]),
-    ("prepared", lambda r: r.attached({0: 2}), Phase.TRANSFER, [Send(Prepared(S))]),
-    ("first comes", hears(BucketReady(S, 0, b"digests")), Phase.TRANSFER, announced(0)),
-    ("first loaded", loads(0), Phase.TRANSFER, [Send(Loaded(S, 0))]),
-    ("second comes", hears(BucketReady(S, 1, b"digests")), Phase.TRANSFER, announced(1)),
-    ("all loaded", loads(1), Phase.TRANSFER, [Send(Loaded(S, 1))]),
-    ("installing", hears(Seal(S, "digest")), Phase.SEAL, [Install(OFFER, "digest")]),
-    ("sealed", lambda r: r.installed(), Phase.COMMIT, [Send(Sealed(S))]),
-    ("publishing", hears(Commit(S)), Phase.COMMIT, [Publish(1)]),
-    ("committed", lambda r: r.published(), Phase.COMMITTED, [Send(Done(S))]),
+    ("prepared", lambda r: r.attached({0: 2}), Phase.TRANSFER, [Send(m.Prepared(S))]),
+    ("first comes", hears(m.BucketReady(S, 0, b"digests")), Phase.TRANSFER, announced(0)),
+    ("first loaded", loads(0), Phase.TRANSFER, [Send(m.Loaded(S, 0))]),
+    ("second comes", hears(m.BucketReady(S, 1, b"digests")), Phase.TRANSFER, announced(1)),
+    ("all loaded", loads(1), Phase.TRANSFER, [Send(m.Loaded(S, 1))]),
+    ("installing", hears(m.Seal(S, "digest")), Phase.SEAL, [Install(OFFER, "digest")]),
+    ("sealed", lambda r: r.installed(), Phase.COMMIT, [Send(m.Sealed(S))]),
+    ("publishing", hears(m.Commit(S)), Phase.COMMIT, [Publish(1)]),
+    ("committed", lambda r: r.published(), Phase.COMMITTED, [Send(m.Done(S))]),
 ]  # fmt: skip
 SENDER: list[Step] = [
     ("nobody", lambda s: s.tick(), Phase.DISCOVER, []),
@@ -165,27 +136,28 @@ SENDER: list[Step] = [
     ("p0 ready", says(0, READY), Phase.DISCOVER, []),
     ("planning", says(1, READY), Phase.PREPARE, [MakePlan({"p0": READY, "p1": READY})]),
     ("planned", planned, Phase.PREPARE, [Send(PREPARE, "p0"), Send(PREPARE, "p1")]),
-    ("p0 prepared", says(0, Prepared(S)), Phase.PREPARE, []),
-    ("packing", says(1, Prepared(S)), Phase.TRANSFER, [Pack(0)]),
+    ("p0 prepared", says(0, m.Prepared(S)), Phase.PREPARE, []),
+    ("packing", says(1, m.Prepared(S)), Phase.TRANSFER, [Pack(0)]),
     ("first sent", lambda s: s.packed(0, b"digests"), Phase.TRANSFER, [*sent(0), Pack(1)]),
     ("both sent", lambda s: s.packed(1, b"digests"), Phase.TRANSFER, [*sent(1)]),
-    ("p0 loaded one", says(0, Loaded(S, 0)), Phase.TRANSFER, []),
-    ("p0 loaded both", says(0, Loaded(S, 1)), Phase.TRANSFER, []),
-    ("p1 loaded one", says(1, Loaded(S, 0)), Phase.TRANSFER, []),
-    ("confirming", says(1, Loaded(S, 1)), Phase.SEAL, [Confirm()]),
+    ("p0 loaded one", says(0, m.Loaded(S, 0)), Phase.TRANSFER, []),
+    ("p0 loaded both", says(0, m.Loaded(S, 1)), Phase.TRANSFER, []),
+    ("p1 loaded one", says(1, m.Loaded(S, 0)), Phase.TRANSFER, []),
+    ("confirming", says(1, m.Loaded(S, 1)), Phase.SEAL, [Confirm()]),
     ("sealing", confirmed, Phase.SEAL, [Send(SEAL, "p0"), Send(SEAL, "p1")]),
-    ("p0 sealed", says(0, Sealed(S)), Phase.SEAL, []),
-    ("committing", says(1, Sealed(S)), Phase.COMMIT, [Send(Commit(S), f"p{n}") for n in range(2)]),
-    ("p0 done", says(0, Done(S)), Phase.COMMIT, []),
-    ("committed", says(1, Done(S)), Phase.COMMITTED, []),
+    ("p0 sealed", says(0, m.Sealed(S)), Phase.SEAL, []),
+    ("committing", says(1, m.Sealed(S)), Phase.COMMIT,
+     [Send(m.Commit(S), f"p{n}") for n in range(2)]),
+    ("p0 done", says(0, m.Done(S)), Phase.COMMIT, []),
+    ("committed", says(1, m.Done(S)), Phase.COMMITTED, []),
 ]  # fmt: skip
 
 
-def rank_says(rank: int, message: Hello | FromRank) -> Callable[[SenderSession], list[Effect]]:
+def rank_says(rank: int, message: m.Hello | m.FromRank) -> Callable[[SenderSession], list[Effect]]:
     return lambda sender: sender.receive(f"r{rank}", message)
 
 
-def asks(question: ToRank, answer: type) -> Callable[[SenderSession], list[Effect]]:
+def asks(question: m.ToRank, answer: type) -> Callable[[SenderSession], list[Effect]]:
     return lambda sender: sender.ask({1: question, 2: question}, answer)
 
 
@@ -193,7 +165,7 @@ def packs(rank: int, index: int) -> Callable[[SenderSession], list[Effect]]:
     """A rank has put a bucket into its lane, which rank 0 makes known at once."""
 
     def step(sender: SenderSession) -> list[Effect]:
-        found = sender.receive(f"r{rank}", BucketPacked(S, index, b"digests"))
+        found = sender.receive(f"r{rank}", m.BucketPacked(S, index, b"digests"))
         assert found == [Packed(index, b"digests", rank)]
         return sender.packed(index, b"digests", rank)
 
@@ -201,14 +173,14 @@ def packs(rank: int, index: int) -> Callable[[SenderSession], list[Effect]]:
 
 
 def of_lane(lane: int, index: int, *readers: str) -> list[Effect]:
-    return [Send(BucketReady(S, index, b"digests", lane), key) for key in readers]
+    return [Send(m.BucketReady(S, index, b"digests", lane), key) for key in readers]
 
 
-def all_ranks(message: ToRank) -> list[Effect]:
+def all_ranks(message: m.ToRank) -> list[Effect]:
     return [Send(message, "r1"), Send(message, "r2")]
 
 
-def answered(message: FromRank) -> list[Effect]:
+def answered(message: m.FromRank) -> list[Effect]:
     return [Answered({1: message, 2: message})]
 
 
@@ -224,28 +196,29 @@ RANKED: list[Step] = [
     ("p1 ready", says(1, READY), Phase.DISCOVER, []),
     ("planning", rank_says(2, RANK_READY), Phase.PREPARE,
      [MakePlan({"p0": READY, "p1": READY}, {1: RANK_READY, 2: RANK_READY})]),
-    ("hashing", asks(HASH, PartsHashed), Phase.PREPARE, all_ranks(HASH)),
+    ("hashing", asks(HASH, m.PartsHashed), Phase.PREPARE, all_ranks(HASH)),
     ("r1 hashed", rank_says(1, HASHED), Phase.PREPARE, []),
     ("hashed", rank_says(2, HASHED), Phase.PREPARE, answered(HASHED)),
-    ("preparing", asks(PREPARE_RANK, RankPrepared), Phase.PREPARE, all_ranks(PREPARE_RANK)),
+    ("preparing", asks(PREPARE_RANK, m.RankPrepared), Phase.PREPARE, all_ranks(PREPARE_RANK)),
     ("r2 prepared", rank_says(2, RANK_PREPARED), Phase.PREPARE, []),
     ("ranks prepared", rank_says(1, RANK_PREPARED), Phase.PREPARE, answered(RANK_PREPARED)),
     ("planned", lambda s: s.planned(PREPARES, {0: (1, 2), 1: (2, 1), 2: (1, 2)}), Phase.PREPARE,
      [Send(PREPARES["p0"], "p0"), Send(PREPARES["p1"], "p1")]),
-    ("p0 prepared", says(0, Prepared(S)), Phase.PREPARE, []),
-    ("packing", says(1, Prepared(S)), Phase.TRANSFER, [*all_ranks(PackBucket(S, 0)), Pack(0)]),
+    ("p0 prepared", says(0, m.Prepared(S)), Phase.PREPARE, []),
+    ("packing", says(1, m.Prepared(S)), Phase.TRANSFER, [*all_ranks(m.PackBucket(S, 0)), Pack(0)]),
     ("own sent", lambda s: s.packed(0, b"digests"), Phase.TRANSFER, of_lane(0, 0, "p0", "p1")),
     ("r1 sent one", packs(1, 0), Phase.TRANSFER, of_lane(1, 0, "p0", "p1")),
     ("r2 sent", packs(2, 0), Phase.TRANSFER, of_lane(2, 0, "p1")),
-    ("p0 loaded own", says(0, Loaded(S, 0)), Phase.TRANSFER, []),
-    ("p0 loaded r1's", says(0, Loaded(S, 0, 1)), Phase.TRANSFER, []),
-    ("r1 packing", says(1, Loaded(S, 0, 1)), Phase.TRANSFER, [Send(PackBucket(S, 1), "r1")]),
+    ("p0 loaded own", says(0, m.Loaded(S, 0)), Phase.TRANSFER, []),
+    ("p0 loaded r1's", says(0, m.Loaded(S, 0, 1)), Phase.TRANSFER, []),
+    ("r1 packing", says(1, m.Loaded(S, 0, 1)), Phase.TRANSFER, [Send(m.PackBucket(S, 1), "r1")]),
     ("r1 sent both", packs(1, 1), Phase.TRANSFER, of_lane(1, 1, "p0", "p1")),
-    ("p0 loaded all", says(0, Loaded(S, 1, 1)), Phase.TRANSFER, []),
-    ("p1 loaded own", says(1, Loaded(S, 0)), Phase.TRANSFER, []),
-    ("p1 loaded r1's", says(1, Loaded(S, 1, 1)), Phase.TRANSFER, []),
-    ("own to confirm", says(1, Loaded(S, 0, 2)), Phase.SEAL, [Confirm()]),
-    ("confirming", asks(ConfirmRank(S), RankConfirmed), Phase.SEAL, all_ranks(ConfirmRank(S))),
+    ("p0 loaded all", says(0, m.Loaded(S, 1, 1)), Phase.TRANSFER, []),
+    ("p1 loaded own", says(1, m.Loaded(S, 0)), Phase.TRANSFER, []),
+    ("p1 loaded r1's", says(1, m.Loaded(S, 1, 1)), Phase.TRANSFER, []),
+    ("own to confirm", says(1, m.Loaded(S, 0, 2)), Phase.SEAL, [Confirm()]),
+    ("confirming", asks(m.ConfirmRank(S), m.RankConfirmed), Phase.SEAL,
+     all_ranks(m.ConfirmRank(S))),
     ("r1 confirmed", rank_says(1, CONFIRMED), Phase.SEAL, []),
     ("confirmed", rank_says(2, CONFIRMED), Phase.SEAL, answered(CONFIRMED)),
     *SENDER[-5:],
@@ -259,12 +232,13 @@ RANK: list[Step] = [
     ("hashed", lambda r: r.answer(HASHED), Phase.PREPARE, [Send(HASHED)]),
     ("preparing", lambda r: r.receive(PREPARE_RANK), Phase.PREPARE, [Perform(PREPARE_RANK)]),
     ("prepared", lambda r: r.answer(RANK_PREPARED), Phase.PREPARE, [Send(RANK_PREPARED)]),
-    ("packing", lambda r: r.receive(PackBucket(S, 0)), Phase.TRANSFER, [Perform(PackBucket(S, 0))]),
-    ("packed", lambda r: r.answer(BucketPacked(S, 0, b"digests")), Phase.TRANSFER,
-     [Send(BucketPacked(S, 0, b"digests"))]),
-    ("confirming", lambda r: r.receive(ConfirmRank(S)), Phase.SEAL, [Perform(ConfirmRank(S))]),
+    ("packing", lambda r: r.receive(m.PackBucket(S, 0)), Phase.TRANSFER,
+     [Perform(m.PackBucket(S, 0))]),
+    ("packed", lambda r: r.answer(m.BucketPacked(S, 0, b"digests")), Phase.TRANSFER,
+     [Send(m.BucketPacked(S, 0, b"digests"))]),
+    ("confirming", lambda r: r.receive(m.ConfirmRank(S)), Phase.SEAL, [Perform(m.ConfirmRank(S))]),
     ("confirmed", lambda r: r.answer(CONFIRMED), Phase.SEAL, [Send(CONFIRMED)]),
-    ("committed", lambda r: r.receive(Over(S, {"version": 1})), Phase.COMMITTED, []),
+    ("committed", lambda r: r.receive(m.Over(S, {"version": 1})), Phase.COMMITTED, []),
 ]  # fmt: skip
 
 
@@ -303,25 +277,26 @@ def states(path: list[Step]) -> list[str]:
     return [name for name, *_ in path]
 
 
-FROM_SENDER: list[FromSender] = [
-    OFFER, PREPARE, *(BucketReady(S, index, b"digests") for index in range(3)),
-    Seal(S, "digest"), Commit(S), Abort(S, "RefitError", "why"),
+FROM_SENDER: list[m.FromSender] = [
+    OFFER, PREPARE, *(m.BucketReady(S, index, b"digests") for index in range(3)),
+    m.Seal(S, "digest"), m.Commit(S), m.Abort(S, "RefitError", "why"),
 ]  # fmt: skip
-FROM_RECEIVER: list[FromReceiver] = [
-    READY, Prepared(S), *(Loaded(S, index) for index in range(3)),
-    Sealed(S), Done(S),
-    Failed(S, "RefitCorrupted", "why", True),
+FROM_RECEIVER: list[m.FromReceiver] = [
+    READY, m.Prepared(S), *(m.Loaded(S, index) for index in range(3)),
+    m.Sealed(S), m.Done(S),
+    m.Failed(S, "RefitCorrupted", "why", True),
 ]  # fmt: skip
-FROM_RANK: list[FromRank] = [
-    RANK_READY, HASHED, RANK_PREPARED, *(BucketPacked(S, index, b"digests") for index in range(3)),
+FROM_RANK: list[m.FromRank] = [
+    RANK_READY, HASHED, RANK_PREPARED, *(m.BucketPacked(S, n, b"digests") for n in range(3)),
     CONFIRMED,
 ]  # fmt: skip
-TO_RANK: list[ToRank] = [
-    HASH, PREPARE_RANK, PackBucket(S, 0), PackBucket(S, 1), ConfirmRank(S), Over(S, {"version": 1}),
+TO_RANK: list[m.ToRank] = [
+    HASH, PREPARE_RANK, m.PackBucket(S, 0), m.PackBucket(S, 1), m.ConfirmRank(S),
+    m.Over(S, {"version": 1}),
 ]  # fmt: skip
 
 
 def failed(session: Any) -> list[Effect]:
     """What a receiver says when it fails."""
     kind, text = type(session.error).__name__, str(session.error)
-    return [Send(Failed(S, kind, text, session.phase is Phase.TORN))]
+    return [Send(m.Failed(S, kind, text, session.phase is Phase.TORN))]

@@ -28,25 +28,8 @@ from scripted_sessions import (
     states,
 )
 
-from rl_core.errors import (
-    RefitAborted,
-    RefitPeerError,
-    RefitProtocolError,
-    WeightsTornError,
-)
-from rl_core.weights.protocol.messages import (
-    Abort,
-    BucketReady,
-    Commit,
-    Done,
-    Failed,
-    FromReceiver,
-    FromSender,
-    Loaded,
-    Prepared,
-    Seal,
-    Sealed,
-)
+from rl_core.errors import RefitAborted, RefitPeerError, RefitProtocolError, WeightsTornError
+from rl_core.weights.protocol import messages as m
 from rl_core.weights.protocol.sender_session import SenderSession
 from rl_core.weights.protocol.session import Attach, Confirm, Effect, Install, Phase, Publish, Send
 
@@ -61,36 +44,36 @@ def test_a_refit_of_nothing_needs_no_bucket():
     sender.receive("p0", HELLOS[0])
     sender.receive("p0", READY)
     sender.planned({"p0": PREPARE}, {0: (0, 1)})
-    assert sender.receive("p0", Prepared(S)) == [Confirm()]
+    assert sender.receive("p0", m.Prepared(S)) == [Confirm()]
     receiver = receiver_at("ready")
     receiver.receive(PREPARE)
     receiver.attached({})
-    assert receiver.receive(Seal(S, "digest")) == [Install(OFFER, "digest")]
+    assert receiver.receive(m.Seal(S, "digest")) == [Install(OFFER, "digest")]
 
 
 # -- every message in every state ------------------------------------------------------------------
 
-#: What is legal where, where it leads, and what follows; ``Abort`` and ``Failed`` always are.
-HEARD: list[tuple[str, FromSender, Phase, list[Effect]]] = [
+#: What is legal where, where it leads, and what follows; ``m.Abort`` and ``m.Failed`` always are.
+HEARD: list[tuple[str, m.FromSender, Phase, list[Effect]]] = [
     ("discover", OFFER, Phase.PREPARE, [Send(READY)]),
     ("ready", PREPARE, Phase.PREPARE, [Attach(PREPARE, OFFER)]),
-    ("prepared", BucketReady(S, 0, b"digests"), Phase.TRANSFER, announced(0)),
-    ("first comes", BucketReady(S, 1, b"digests"), Phase.TRANSFER, announced(1)),
-    ("first loaded", BucketReady(S, 1, b"digests"), Phase.TRANSFER, announced(1)),
-    ("all loaded", Seal(S, "digest"), Phase.SEAL, [Install(OFFER, "digest")]),
-    ("sealed", Commit(S), Phase.COMMIT, [Publish(1)]),
-    ("publishing", Commit(S), Phase.COMMIT, [Publish(1)]),
+    ("prepared", m.BucketReady(S, 0, b"digests"), Phase.TRANSFER, announced(0)),
+    ("first comes", m.BucketReady(S, 1, b"digests"), Phase.TRANSFER, announced(1)),
+    ("first loaded", m.BucketReady(S, 1, b"digests"), Phase.TRANSFER, announced(1)),
+    ("all loaded", m.Seal(S, "digest"), Phase.SEAL, [Install(OFFER, "digest")]),
+    ("sealed", m.Commit(S), Phase.COMMIT, [Publish(1)]),
+    ("publishing", m.Commit(S), Phase.COMMIT, [Publish(1)]),
 ]
 #: As said by p0; ``nobody`` is here yet in the first state, so that what p0 says is not heard.
-SAID: list[tuple[str, FromReceiver, Phase, list[Effect]]] = [
+SAID: list[tuple[str, m.FromReceiver, Phase, list[Effect]]] = [
     ("p0 there", READY, Phase.DISCOVER, []),
     ("all there", READY, Phase.DISCOVER, []),
-    ("planned", Prepared(S), Phase.PREPARE, []),
-    ("first sent", Loaded(S, 0), Phase.TRANSFER, []),
-    ("both sent", Loaded(S, 0), Phase.TRANSFER, []),
-    ("p0 loaded one", Loaded(S, 1), Phase.TRANSFER, []),
-    ("sealing", Sealed(S), Phase.SEAL, []),
-    ("committing", Done(S), Phase.COMMIT, []),
+    ("planned", m.Prepared(S), Phase.PREPARE, []),
+    ("first sent", m.Loaded(S, 0), Phase.TRANSFER, []),
+    ("both sent", m.Loaded(S, 0), Phase.TRANSFER, []),
+    ("p0 loaded one", m.Loaded(S, 1), Phase.TRANSFER, []),
+    ("sealing", m.Sealed(S), Phase.SEAL, []),
+    ("committing", m.Done(S), Phase.COMMIT, []),
 ]
 
 
@@ -104,7 +87,7 @@ def elsewhere(message: Any) -> Any:
 
 @pytest.mark.parametrize("message", FROM_SENDER, ids=str)
 @pytest.mark.parametrize("state", states(RECEIVER))
-def test_a_receiver_obeys_its_table(state: str, message: FromSender):
+def test_a_receiver_obeys_its_table(state: str, message: m.FromSender):
     receiver = receiver_at(state)
     before, torn = receiver.phase, receiver.touched
     effects = receiver.receive(message)
@@ -113,7 +96,7 @@ def test_a_receiver_obeys_its_table(state: str, message: FromSender):
     elif row := legal(HEARD, state, message):
         assert (receiver.phase, effects) == row[0][2:]
         assert receiver.error is None
-    elif isinstance(message, Abort):
+    elif isinstance(message, m.Abort):
         assert effects == []
         assert receiver.phase is (Phase.TORN if torn else Phase.ABORTED)
         assert type(receiver.error) is (WeightsTornError if torn else RefitAborted)
@@ -127,7 +110,7 @@ def test_a_receiver_obeys_its_table(state: str, message: FromSender):
 
 @pytest.mark.parametrize("message", FROM_SENDER, ids=str)
 @pytest.mark.parametrize("state", states(RECEIVER)[1:-1])
-def test_a_receiver_obeys_nobody_but_its_own_session(state: str, message: FromSender):
+def test_a_receiver_obeys_nobody_but_its_own_session(state: str, message: m.FromSender):
     receiver = receiver_at(state)
     receiver.receive(elsewhere(message))
     assert receiver.phase is (Phase.TORN if receiver.touched else Phase.ABORTED)
@@ -136,7 +119,7 @@ def test_a_receiver_obeys_nobody_but_its_own_session(state: str, message: FromSe
 
 @pytest.mark.parametrize("message", FROM_RECEIVER, ids=str)
 @pytest.mark.parametrize("state", states(SENDER))
-def test_a_sender_obeys_its_table(state: str, message: FromReceiver):
+def test_a_sender_obeys_its_table(state: str, message: m.FromReceiver):
     sender = sender_at(state)
     before = sender.phase
     effects = sender.receive("p0", message)
@@ -147,7 +130,7 @@ def test_a_sender_obeys_its_table(state: str, message: FromReceiver):
         assert sender.error is None
     else:
         assert_ended(sender, state, before, effects)
-        kind = "RefitCorrupted" if isinstance(message, Failed) else "RefitProtocolError"
+        kind = "RefitCorrupted" if isinstance(message, m.Failed) else "RefitProtocolError"
         assert type(sender.error).__name__ == kind
         assert "receiver" in sender.error.peer
 
@@ -161,12 +144,12 @@ def assert_ended(sender: SenderSession, state: str, before: Phase, effects: list
         return
     sent_some = states(SENDER).index(state) >= states(SENDER).index("first sent")
     assert sender.phase is (Phase.TORN if sent_some else Phase.ABORTED)
-    assert effects == [Send(Abort(S, type(sender.error).__name__, str(sender.error)))]
+    assert effects == [Send(m.Abort(S, type(sender.error).__name__, str(sender.error)))]
 
 
 @pytest.mark.parametrize("message", FROM_RECEIVER, ids=str)
 @pytest.mark.parametrize("state", states(SENDER)[1:-1])
-def test_a_sender_takes_nothing_of_another_session(state: str, message: FromReceiver):
+def test_a_sender_takes_nothing_of_another_session(state: str, message: m.FromReceiver):
     sender = sender_at(state)
     before = sender.phase
     assert_ended(sender, state, before, sender.receive("p0", elsewhere(message)))
@@ -183,7 +166,7 @@ def test_a_hello_that_comes_again_changes_nothing(state: str):
 
 @pytest.mark.parametrize("message", [HELLOS[2], *FROM_RECEIVER], ids=str)
 @pytest.mark.parametrize("state", states(SENDER)[4:])
-def test_a_stranger_is_not_heard(state: str, message: FromReceiver):
+def test_a_stranger_is_not_heard(state: str, message: m.FromReceiver):
     sender = sender_at(state)
     before = sender.phase
     assert sender.receive("stranger", message) == []
