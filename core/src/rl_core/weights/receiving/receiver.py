@@ -570,8 +570,8 @@ class ReceiveJob(Job[ReceiverSession]):
             compare(wire, expected)
         receiver.always_sent = {wire.root(name) for name in sink.always_sent}
         if parts is not receiver.parts:  # or digests of other parts would outlast what is written
-            names = parts.manifest.by_name
-            receiver.known = {n: d for n, d in receiver.known.items() if n in names}
+            here = parts.manifest.by_name
+            receiver.known = {n: d for n, d in receiver.known.items() if n in here}
             receiver.parts = parts
         known = receiver.known
         mark_torn = (lambda: None) if sink.double_buffered else self._mark_torn
