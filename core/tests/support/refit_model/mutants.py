@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections import deque
 from contextlib import contextmanager, nullcontext
 from functools import partial
@@ -30,6 +31,7 @@ from rl_core.weights.receiving.staging import StagedSink
 from rl_core.weights.sending.kept import Kept
 from rl_core.weights.sending.send_job import SendJob
 from rl_core.weights.sending.sender import RefitSender
+from rl_core.weights.sending.share import Share
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator
@@ -135,8 +137,8 @@ def _publishes_what_is_installed(installed: Any, self: ReceiverSession) -> list[
     return [*effects, *([Publish(self._offer.version)] if effects else [])]
 
 
-def _closes_after_commit(close: Any, self: SendJob) -> None:
-    if self.session.phase is Phase.COMMITTED:
+def _closes_after_commit(close: Any, self: Share, failure: Any = None) -> None:
+    if failure is None and sys._getframe(2).f_code.co_name != "release_resources":
         close(self)
 
 
@@ -264,7 +266,7 @@ MUTANTS: dict[str, tuple[Callable[[], AbstractContextManager[Any]], str]] = {
         "TWO_APART",
     ),
     "a source is closed where its refit commits": (
-        _around(SendJob, "_close_source", _closes_after_commit),
+        _around(Share, "close", _closes_after_commit),
         "GIVEN_UP",
     ),
     "weights are exchanged while readers decode": (
