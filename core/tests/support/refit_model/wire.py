@@ -159,7 +159,7 @@ class TrainerEnd(SenderEnd):
         self._world = world
 
     def wait(self) -> None:
-        """Stops until the search says which frame is read, or that something else happens."""
+        """Stops until the search chooses a frame, or something else happens."""
         world, task = self._world, running()
         assert task is not None
         now = world.now
@@ -179,7 +179,7 @@ class TrainerEnd(SenderEnd):
             return [(key, connections[key].up.popleft())]
         if timeout_s:
             return []
-        return [  # it asks why a connection is gone
+        return [  # the last frames of connections that were closed
             (key, connection.up.popleft())
             for key, connection in connections.items()
             if connection.closed and self._mine(key) and connection.up

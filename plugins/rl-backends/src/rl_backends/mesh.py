@@ -128,7 +128,7 @@ def mesh_members(kind: str, tensors: Mapping[str, torch.Tensor]) -> tuple[int, .
         CapabilityError: A tensor has no final values in shards, or is on a mesh of other ranks.
     """
     sharded = {name: tensor for name, tensor in tensors.items() if isinstance(tensor, DTensor)}
-    # Most tensors are on one mesh in a few ways, and torch takes long to say how.
+    # Torch computes the ranks of a mesh anew each time, and most tensors share one mesh.
     ranks_of = {
         mesh: {*mesh.mesh.flatten().tolist()}
         for mesh in {tensor.device_mesh for tensor in sharded.values()}

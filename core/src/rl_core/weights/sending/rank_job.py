@@ -84,7 +84,7 @@ class RankJob(Job[RankSession]):
             try:
                 if self._share is not None:
                     self._share.source.open(self.number, session.remaining_s)
-            except Exception as error:  # rank 0 gets to know of it
+            except Exception as error:  # it is the answer to rank 0's Offer
                 session.failed = error
             self.perform(session.start())
             self.endpoint.runtime.drive(self)

@@ -330,7 +330,7 @@ class SendJob(Job[SenderSession]):
         share.device = self._end.lane_device(share.own, [r.gpus for r in answers])
         share.hash = BlockHash.choose(share.device, private=self._end.private, token=kept.token)
         self._layouts = {0: share.layout}
-        for rank, its in sorted(ranks.items()):  # whoever came first, or engines see other lanes
+        for rank, its in sorted(ranks.items()):  # engines compare lanes in order
             assert self._ranks is not None
             self._ranks.introduce(rank, its.pid, its.host)
             self._ranks.check_state(rank, its.state, share.source.state)

@@ -198,7 +198,7 @@ class Share:
         try:
             self.source.close()
         except Exception as error:
-            text = f"the weight source could not be closed: {type(error).__name__}: {error}"
+            text = f"{type(self.source).__name__} could not be closed: {type(error).__name__}: {error}"
             if failure is None:
                 raise RefitError(text, fix="correct WeightSource.close") from error
             failure.add_note(text)

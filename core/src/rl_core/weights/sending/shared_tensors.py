@@ -78,7 +78,7 @@ class SharedTensors:
         self._places: tuple[Partition, LanePlaces] | None = None
 
     def lie_there(self, manifest: WeightManifest, now: list[Any]) -> bool:
-        """Whether pieces that are :func:`lying` so lie as those that were moved did."""
+        """Whether :func:`lying` returns now what it returned after the move."""
         return self._manifest is manifest and self._lying == now
 
     def move(
