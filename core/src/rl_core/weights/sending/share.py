@@ -102,10 +102,8 @@ class Share:
             RefitError: It is wanted, and memory lacks.
         """
         end, moved, pieces = self.connection.end, self._kept.moved, self._pieces
-        if not end.reads_memory:
-            return "the transport does not share memory"
-        if end.reason_not_shareable:
-            return end.reason_not_shareable
+        if not end.reads_memory or end.reason_not_shareable:
+            return end.reason_not_shareable or "the transport does not share memory"
         if casts:
             return f"the engine wants {casts} tensors in another dtype"
         if pieces is None:
@@ -198,7 +196,8 @@ class Share:
         try:
             self.source.close()
         except Exception as error:
-            text = f"{type(self.source).__name__} could not be closed: {type(error).__name__}: {error}"
+            name = type(self.source).__name__
+            text = f"{name} could not be closed: {type(error).__name__}: {error}"
             if failure is None:
                 raise RefitError(text, fix="correct WeightSource.close") from error
             failure.add_note(text)
