@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections import Counter
 from functools import cache
 from typing import TYPE_CHECKING, Any
@@ -44,6 +45,18 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(threads)
+
+
+@pytest.fixture(autouse=True)
+def same_environment() -> Iterator[None]:
+    """Takes back what a test exports, or vLLM, Ray and megatron-core in it.
+
+    Engines of other environments share no process, and tests that count processes would fail.
+    """
+    before = dict(os.environ)
+    yield
+    os.environ.clear()
+    os.environ.update(before)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

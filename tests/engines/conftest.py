@@ -2,14 +2,8 @@
 
 from __future__ import annotations
 
-import os
-from typing import TYPE_CHECKING
-
 import pytest
 from engines.kinds import KINDS, Kind, imported, skip_without_engine, start
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 __all__ = ["imported", "start"]
 
@@ -18,15 +12,6 @@ __all__ = ["imported", "start"]
 def kind(request: pytest.FixtureRequest) -> Kind:
     """The engine."""
     return KINDS[request.param]
-
-
-@pytest.fixture(autouse=True)
-def same_environment() -> Iterator[None]:
-    """Takes back what Ray and megatron-core export: engines of other environments share nothing."""
-    before = dict(os.environ)
-    yield
-    os.environ.clear()
-    os.environ.update(before)
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -85,7 +85,9 @@ def imported(kind: Kind) -> Iterator[Callable[..., int]]:
     """
     parts = kind.module("environment")
     with pytest.MonkeyPatch.context() as patch, ExitStack() as ending:
-        patch.setenv("PYTHONPATH", str(Path(__file__).parent.parent), prepend=os.pathsep)
+        tests = str(Path(__file__).parent.parent)
+        if tests not in os.environ.get("PYTHONPATH", ""):  # tests of a plugin have it set, too
+            patch.setenv("PYTHONPATH", tests, prepend=os.pathsep)
 
         @cache
         def obtain(workers: int = 1) -> int:

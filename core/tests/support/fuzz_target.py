@@ -299,6 +299,7 @@ class Line:
 
     reads_memory = False
     private = True
+    reason_not_shareable = None
     job: Any
 
     def __init__(self, frames: list[bytes]) -> None:

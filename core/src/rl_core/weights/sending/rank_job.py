@@ -160,7 +160,7 @@ class RankJob(Job[RankSession]):
             case messages.PrepareRank():
                 return self._prepare(message, share)
             case messages.PackBucket(session, index):
-                due, self.session.at = next(self._due, (-1, ""))
+                due, self.session.at = next(self._due, (None, ""))
                 if index != due:
                     raise RefitProtocolError(f"rank 0 wants bucket {index}, expected {due}")
                 return messages.BucketPacked(session, index, share.put(index))
@@ -177,7 +177,8 @@ class RankJob(Job[RankSession]):
             connections.close(transport)
             end = self.endpoint.runtime.transport(transport).rank(message.address)
             connection = connections[transport] = Connection(end, message.address)
-        end, parts = connection.end, self._cut(message.dtypes, message.cuts, message.skip)
+        masks = [message.skip, *message.readers.values()]
+        end, parts = connection.end, self._cut(message.dtypes, message.cuts, *masks)
         share.parts, share.connection, share.readers = parts, connection, message.readers
         share.hash = BlockHash.named(message.hash, private=end.private, token=message.token)
         share.device = end.lane_device(share.own, message.gpus)
@@ -193,11 +194,10 @@ class RankJob(Job[RankSession]):
             message.session, plan, ref, places, extra_bytes=share.extra_bytes
         )
 
-    def _cut(self, dtypes: Mapping[str, str], cuts: Any, mask: bytes) -> Partition:
+    def _cut(self, dtypes: Mapping[str, str], cuts: Any, *masks: bytes) -> Partition:
         assert self._share is not None
-        wire = self._kept.wire_of(self._share.manifest, dtypes)
-        of = (wire, cuts)
+        of = self._kept.wire_of(self._share.manifest, dtypes), cuts
         parts: Partition = self._kept.same("parts", of, partial(Partition.checked, *of))
-        if mask and len(mask) != len(parts.manifest.owned):
+        if {len(mask) for mask in masks if mask} - {len(parts.manifest.owned)}:
             raise RefitProtocolError("rank 0 and this rank count different parts")
         return parts
