@@ -86,12 +86,12 @@ CORE, LOSSES, CONFORMANCE = "core", "plugins/rl-losses", "tests/conformance"
 PLUGINS = {name: f"plugins/rl-{name}" for name in ("hf", "megatron", "vllm", "sglang")}
 #: Engines that get an environment of their own, and what is installed there on a CPU.
 ENGINES = {name: PLUGINS[name] for name in ("vllm", "sglang")}
-#: Tests of what every engine does; those that start one are skipped where it is not installed.
-OF_ENGINES = "tests/engines"
+#: Tests of what every engine does, and of refits by its own API; what is not installed is skipped.
+OF_ENGINES = ["tests/engines", "plugins/rl-guests/tests"]
 #: What backends and launchers are made of.
 SHARED = [f"plugins/rl-{name}" for name in ("cli", "backends", "collective", "hosting", "ray")]
-#: What brings backends into the loops of other libraries.
-BRIDGES = ["plugins/rl-nemo", "plugins/rl-trl"]
+#: What brings backends and refits into other libraries.
+BRIDGES = ["plugins/rl-guests", "plugins/rl-nemo", "plugins/rl-trl"]
 TRAIN = "plugins/rl-train"
 DISTRIBUTIONS = [CORE, LOSSES, *SHARED, *PLUGINS.values(), *BRIDGES, TRAIN, CONFORMANCE]
 #: Checks that look different in the dtype of the CUDA profile; all of them pass in it.
@@ -264,7 +264,7 @@ def rest(session: nox.Session) -> None:
     run(session, "pytest", "pytest", "-m", "full", *IN_TWO, *session.posargs)
     for engine in ENGINES:
         environment(session, engine)
-        how = ["-m", "full", *IN_TWO, f"{PLUGINS[engine]}/tests", OF_ENGINES, *session.posargs]
+        how = ["-m", "full", *IN_TWO, f"{PLUGINS[engine]}/tests", *OF_ENGINES, *session.posargs]
         run(session, f"pytest {engine}", "pytest", *how)
 
 
@@ -292,7 +292,7 @@ def conformance(session: nox.Session, plugin: str) -> None:
     """
     environment(session, plugin if plugin in ENGINES else "")
     if plugin in ENGINES:
-        run(session, "pytest", "pytest", *IN_TWO, f"{PLUGINS[plugin]}/tests", OF_ENGINES)
+        run(session, "pytest", "pytest", *IN_TWO, f"{PLUGINS[plugin]}/tests", *OF_ENGINES)
     # In two processes, unless a part is asked for.
     how = session.posargs or ["-n", "2"]
     run(session, "suite", "rl", "conformance", "run", plugin, *reports(plugin), *how)
@@ -312,7 +312,7 @@ def precision(session: nox.Session, plugin: str) -> None:
 def oldest(session: nox.Session, plugin: str) -> None:
     """A plugin's tests with the oldest engine that it supports."""
     environment(session, plugin, "cpu-engine-oldest")
-    folders = [f"{PLUGINS[plugin]}/tests", *([OF_ENGINES] if plugin in ENGINES else [])]
+    folders = [f"{PLUGINS[plugin]}/tests", *(OF_ENGINES if plugin in ENGINES else [])]
     how = session.posargs or [*IN_TWO, "-k", WITH_THE_OLDEST]
     run(session, "pytest", "pytest", *folders, *how)
 

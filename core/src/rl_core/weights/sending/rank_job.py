@@ -22,7 +22,7 @@ from rl_core.weights.protocol.session import Effect, Perform, Phase, Send
 from rl_core.weights.sending.share import Share
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Iterator
 
     from rl_core.interfaces.weights import WeightSource
     from rl_core.weights.job import Endpoint
@@ -149,7 +149,7 @@ class RankJob(Job[RankSession]):
                 return messages.RankReady(message.session, state, keeps, pid, host)
             case messages.HashParts():
                 private, token = message.private, message.token
-                parts = self._cut(message.dtypes, message.cuts, message.mask)
+                parts = self._cut(message, message.mask)
                 share.parts = parts
                 share.hash = BlockHash.named(message.hash, private=private, token=token)
                 mode, size = DataMode.PACKED, message.bucket_bytes
@@ -177,8 +177,7 @@ class RankJob(Job[RankSession]):
             connections.close(transport)
             end = self.endpoint.runtime.transport(transport).rank(message.address)
             connection = connections[transport] = Connection(end, message.address)
-        masks = [message.skip, *message.readers.values()]
-        end, parts = connection.end, self._cut(message.dtypes, message.cuts, *masks)
+        end, parts = connection.end, self._cut(message, message.skip, *message.readers.values())
         share.parts, share.connection, share.readers = parts, connection, message.readers
         share.hash = BlockHash.named(message.hash, private=end.private, token=message.token)
         share.device = end.lane_device(share.own, message.gpus)
@@ -194,9 +193,9 @@ class RankJob(Job[RankSession]):
             message.session, plan, ref, places, extra_bytes=share.extra_bytes
         )
 
-    def _cut(self, dtypes: Mapping[str, str], cuts: Any, *masks: bytes) -> Partition:
+    def _cut(self, message: messages.HashParts | messages.PrepareRank, *masks: bytes) -> Partition:
         assert self._share is not None
-        of = self._kept.wire_of(self._share.manifest, dtypes), cuts
+        of = self._kept.wire_of(self._share.manifest, message.dtypes), message.cuts
         parts: Partition = self._kept.same("parts", of, partial(Partition.checked, *of))
         if {len(mask) for mask in masks if mask} - {len(parts.manifest.owned)}:
             raise RefitProtocolError("rank 0 and this rank count different parts")

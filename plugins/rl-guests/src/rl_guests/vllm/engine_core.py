@@ -1,0 +1,180 @@
+"""What vLLM's engine core does for an update: it stands still until all workers have committed.
+
+vLLM calls its workers between two steps of the scheduler. So nothing is generated while they are
+written to, but the next step would follow an update that failed half-way. Its executor also reads
+one answer too few where several workers raise. Both are decided here, in the one process that
+calls all workers of a replica.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from vllm.v1.core.sched.interface import PauseState
+from vllm.v1.engine.core import EngineCore, EngineCoreProc
+from vllm.v1.engine.llm_engine import LLMEngine
+
+from rl_core.errors import WeightsTornError
+from rl_hosting.cluster.remote_error import decode_error, encode_error
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+__all__ = ["call_in_worker", "guard_engine_core"]
+
+#: The calls of the weight-transfer API.
+_CALLS = {
+    "init_weight_transfer_engine",
+    "start_weight_update",
+    "start_draft_weight_update",
+    "update_weights",
+    "finish_weight_update",
+    "shutdown_weight_transfer_engine",
+}
+
+
+@dataclass
+class _Hold:
+    """Why an engine core stands still.
+
+    Attributes:
+        before: How the scheduler was paused before, and will be again; None if nothing is held.
+        reason: Why the weights cannot be used; empty while an update is under way.
+    """
+
+    before: PauseState | None = None
+    reason: str = ""
+
+
+def guard_engine_core(backend: str) -> None:
+    """Wraps what vLLM's engine core does in updates, pauses and requests.
+
+    Args:
+        backend: The name of the weight-transfer backend of which engines are meant.
+    """
+    call, resume = EngineCore.collective_rpc, EngineCore.resume_scheduler
+    add, accept = EngineCore.preprocess_add_request, LLMEngine.add_request
+
+    @functools.wraps(call)
+    def collective_rpc(
+        self: Any, method: Any, timeout: Any = None, args: Any = (), kwargs: Any = None
+    ) -> list[Any]:
+        given = self.vllm_config.weight_transfer_config
+        ours = given is not None and given.backend == backend
+        if not ours or not isinstance(method, str) or method not in _CALLS:
+            return list(call(self, method, timeout, args, kwargs))
+        return _update(self, method, functools.partial(call, self), args, kwargs or {})
+
+    @functools.wraps(resume)
+    def resume_scheduler(self: Any) -> None:
+        _check_whole(self, "does not resume")
+        if (
+            _hold_of(self).before is not None
+        ):  # the update has ended, and nobody has called its finish
+            _release(self, resets=True)
+        resume(self)
+
+    @functools.wraps(add)
+    def preprocess_add_request(self: Any, request: Any) -> Any:
+        _check_whole(self, "takes no request")
+        return add(self, request)
+
+    @functools.wraps(accept)
+    def add_request(self: Any, *args: Any, **kwargs: Any) -> Any:
+        # A core in this process refuses a request when it is already among those to be answered.
+        if isinstance(core := getattr(self.engine_core, "engine_core", None), EngineCore):
+            _check_whole(core, "takes no request")
+        return accept(self, *args, **kwargs)
+
+    EngineCore.collective_rpc = collective_rpc
+    EngineCore.resume_scheduler = resume_scheduler
+    EngineCore.preprocess_add_request = preprocess_add_request
+    LLMEngine.add_request = add_request
+    for kind in (EngineCore, EngineCoreProc):
+        kind.pause_scheduler = _pausing_later(kind.pause_scheduler)
+
+
+def _pausing_later(pause: Callable[..., Any]) -> Callable[..., Any]:
+    """A pause that begins during an update lasts beyond it, and does not end that of the update."""
+
+    @functools.wraps(pause)
+    def pause_scheduler(self: Any, *args: Any, **kwargs: Any) -> Any:
+        found = pause(self, *args, **kwargs)
+        hold = _hold_of(self)
+        if hold.before is not None:
+            hold.before = self.scheduler.pause_state
+            self.scheduler.set_pause_state(PauseState.PAUSED_ALL)
+        return found
+
+    return pause_scheduler
+
+
+def _update(
+    core: Any, method: str, call: Callable[..., Any], args: Any, kwargs: dict[str, Any]
+) -> list[Any]:
+    """Has all workers take part; the scheduler stands still until their weights are whole.
+
+    Raises:
+        RLError: A worker failed; of several failures, one that is a cause of the others.
+    """
+    hold = _hold_of(core)
+    if method == "update_weights" and hold.before is None:
+        hold.before = core.scheduler.pause_state
+        core.scheduler.set_pause_state(PauseState.PAUSED_ALL)
+    answers = call(call_in_worker, None, (method, args, kwargs))
+    errors = [decode_error(error) for error, _ in answers if error]
+    torn = any(it for _, it in answers)
+    if not errors:
+        hold.reason = "" if not torn else hold.reason
+        if method == "finish_weight_update":
+            _release(core, resets=True)
+        return [None] * len(answers)
+    error = min(errors, key=lambda it: "cause" in it.details)
+    if torn:
+        hold.reason = f"the last update failed, and left a part of the weights new: {error.message}"
+    elif hold.before is not None:
+        _release(core, resets=False)
+    raise error
+
+
+def call_in_worker(
+    worker: Any, method: str, args: Any, kwargs: dict[str, Any]
+) -> tuple[list[Any] | None, bool]:
+    """Calls a method of the weight-transfer API in a worker.
+
+    Returns:
+        The error that it raised, as :func:`encode_error` has it, or None; and whether the weights
+        are torn.
+    """
+    worker = getattr(worker, "worker", worker)  # out of vLLM's wrapper
+    try:
+        getattr(worker, method)(*args, **kwargs)
+    except Exception as error:
+        engine = worker.weight_transfer_engine
+        worker._weight_update_active = False  # or else vLLM would refuse the next start
+        return encode_error(error, engine.name), engine.torn
+    return None, worker.weight_transfer_engine.torn
+
+
+def _check_whole(core: Any, what: str) -> None:
+    if reason := _hold_of(core).reason:
+        raise WeightsTornError(
+            f"vLLM {what}: {reason}", fix="update the weights again; the engine needs no restart"
+        )
+
+
+def _hold_of(core: Any) -> _Hold:
+    found: _Hold = core.__dict__.setdefault("rl_hold", _Hold())
+    return found
+
+
+def _release(core: Any, *, resets: bool) -> None:
+    """Lets the scheduler go on as before the update; what is cached is of the old weights."""
+    hold = _hold_of(core)
+    if resets:
+        core._reset_caches()
+    if hold.before is not None:
+        core.scheduler.set_pause_state(hold.before)
+    hold.before, hold.reason = None, ""
