@@ -142,6 +142,13 @@ class _Workers:
                 fix="leave transport out, and run the trainer on the host of the engines",
                 key="transport",
             )
+        if chosen.delta:
+            raise ConfigError(
+                f"the weight-transfer backend {BACKEND} sends no deltas: vLLM may load weights by "
+                "other calls, such as reload_weights, which a refit does not see",
+                fix="leave delta out",
+                key="delta",
+            )
         self._deadline_s = chosen.deadline_s
         self._updates: list[concurrent.futures.Future[None]] = []
 
