@@ -18,7 +18,7 @@ import torch
 import rl_nemo
 from rl_core import create_generation, create_policy
 from rl_core.batch import BatchedDataDict
-from rl_core.errors import ConfigError, DataError, LifecycleError
+from rl_core.errors import CapabilityError, ConfigError, DataError, LifecycleError
 from rl_core.futures import wait
 from rl_hosting import LocalCluster
 from rl_losses import DPOLossFn, GRPOLossFn, NLLLossFn
@@ -250,6 +250,20 @@ def test_an_engine_that_was_sent_elsewhere_does_not_refit() -> None:
     sent = pickle.loads(pickle.dumps(synchronizer))
     with pytest.raises(LifecycleError, match="no trainer"):
         sent.sync_weights()
+
+
+def test_what_only_their_backends_have_is_refused_by_name(make: Any) -> None:
+    policy, generation = make("policy"), make("generation")
+    rl_nemo.connect(policy, generation)
+    policy.offload_to_cpu()
+    theirs = {"attach_fleet_health": (None, None), "get_collective_sender_spec": ()}
+    for side, calls in (
+        (generation, {**theirs, "nccl_reshard_refit": ()}),
+        (policy, {"stream_weights_via_http": (["http://a"], 1), "nccl_reshard_refit": ({},)}),
+    ):
+        for method, arguments in calls.items():
+            with pytest.raises(CapabilityError, match=f"^{method} is not supported"):
+                getattr(side, method)(*arguments)
 
 
 def test_an_axis_that_there_is_not_is_named(make: Any) -> None:

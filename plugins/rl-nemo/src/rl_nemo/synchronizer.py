@@ -7,7 +7,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from rl_core import refit
-from rl_core.errors import LifecycleError
+from rl_core.errors import CapabilityError, LifecycleError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -19,6 +19,20 @@ __all__ = ["RefitSynchronizer", "connect"]
 
 #: Under which the loops measure a refit.
 TIMED_AS = "prepare_for_generation/transfer_and_update_weights"
+#: Methods of NeMo RL's own engines and policies that these have not, and why.
+_BY_THE_SYNCHRONIZER = "every refit is made by the weight_synchronizer that connect gives an engine"
+_REFUSED_OF_ENGINES = {
+    "attach_fleet_health": "a replica that is lost ends the call with a WorkerDiedError",
+    "get_collective_sender_spec": _BY_THE_SYNCHRONIZER,
+    "prepare_nccl_reshard_refit_info": _BY_THE_SYNCHRONIZER,
+    "nccl_reshard_refit": _BY_THE_SYNCHRONIZER,
+}
+_REFUSED_OF_POLICIES = {
+    "prepare_nccl_reshard_refit_info": _BY_THE_SYNCHRONIZER,
+    "nccl_reshard_refit": _BY_THE_SYNCHRONIZER,
+    "stream_weights_via_http": "weights do not travel over HTTP",
+    "set_rollout_num_gpus_per_engine": "weights do not travel over HTTP",
+}
 
 
 def connect(
@@ -29,7 +43,8 @@ def connect(
     Gives the engine what these loops call and no other does: ``weight_synchronizer``, for every
     refit, ``blocks_training`` and ``wake_carries_weight_updates``, and metrics, of which there are
     none. Lets ``generation.cfg`` declare that rollouts may be asynchronous, which the loops look up
-    by the backend's name.
+    by the backend's name. What NeMo RL's own engines and policies have besides raises a
+    CapabilityError that names it, but for the policy's ``offload_to_cpu``.
 
     Args:
         policy: The trainer, embedded or on a cluster.
@@ -45,9 +60,23 @@ def connect(
     engine.blocks_training = partial(bool, colocated)
     engine.wake_carries_weight_updates = partial(bool, False)
     engine.get_logger_metrics = engine.clear_logger_metrics = dict
+    trainer: Any = policy
+    trainer.offload_to_cpu = trainer.finish_training
+    for side, refused in ((engine, _REFUSED_OF_ENGINES), (trainer, _REFUSED_OF_POLICIES)):
+        for method, why in refused.items():
+            setattr(side, method, partial(refuse, method, why))
     # The loops know engines by name; of this one they require no key that others do not have.
     generation.cfg = {**generation.cfg, "backend": "megatron"}
     return synchronizer
+
+
+def refuse(method: str, why: str, *_: Any, **__: Any) -> None:
+    """Raises a CapabilityError that names a method of NeMo RL's."""
+    raise CapabilityError(
+        f"{method} is not supported: {why}",
+        fix="use a loop or a configuration of NeMo RL that does not call it",
+        capability=method,
+    )
 
 
 class RefitSynchronizer:
