@@ -49,6 +49,7 @@ LEFT_OUT = {
     "python-3.12": "tests on the next Python, for which torch is a download of gigabytes",
     "newest": "torch, transformers and all else at their newest releases",
     "newest-apis": "what the newest engines lack or have new",
+    "verl": "the checkpoint engine in verl's registry",
     "fuzz": "a million inputs for what reads messages",
     "tutorial": "the whole suite against the backend of the tutorial",
 }
@@ -124,6 +125,23 @@ FOR_NEMO = [
     "omegaconf==2.4.0",
     "torchdata==0.11.0",
     "transformers==5.11.0",
+]
+#: verl and what it imports, without its pins: they fit neither the engines nor the trainer here.
+FOR_VERL = [
+    "antlr4-python3-runtime==4.9.3",
+    "codetiming",
+    "fastapi",
+    "hydra-core",
+    "opentelemetry-api",
+    "orjson",
+    "pylatexenc",
+    "pyvers",
+    "starlette",
+    "tensordict==0.10.0",
+    "torchdata==0.11.0",
+    "uvicorn",
+    "verl==0.9.1",
+    "wandb",
 ]
 SCRIPTS = "Scripts" if sys.platform == "win32" else "bin"
 IN_TWO = ["-n", "2", "--dist", "loadgroup"]
@@ -436,6 +454,17 @@ def nemo(session: nox.Session) -> None:
     install(session, *editable(), *FOR_NEMO, constraints=str(constraints))
     with PARTS.part(session.name, "loops"):
         session.run("python", "-W", "ignore", "plugins/rl-nemo/real/run.py", *session.posargs)
+
+
+@nox.session
+def verl(session: nox.Session) -> None:
+    """The checkpoint engine of rl-guests, in verl's registry."""
+    install(session, *editable(), "pytest", "pytest-timeout", "pytest-xdist", "hypothesis")
+    with PARTS.part(session.name, "pytest"):
+        session.env["PIP_CONSTRAINT"] = ""
+        session.install("--no-deps", "--no-compile", *FOR_VERL)
+        tests = "plugins/rl-guests/tests/test_guests_verl.py"
+        session.run("pytest", "-W", "ignore", tests, *session.posargs)
 
 
 @nox.session

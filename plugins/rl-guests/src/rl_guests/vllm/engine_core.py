@@ -93,10 +93,10 @@ def guard_engine_core(backend: str) -> None:
     EngineCore.preprocess_add_request = preprocess_add_request
     LLMEngine.add_request = add_request
     for kind in (EngineCore, EngineCoreProc):
-        kind.pause_scheduler = _pausing_later(kind.pause_scheduler)
+        kind.pause_scheduler = pausing_later(kind.pause_scheduler)
 
 
-def _pausing_later(pause: Callable[..., Any]) -> Callable[..., Any]:
+def pausing_later(pause: Callable[..., Any]) -> Callable[..., Any]:
     """A pause that begins during an update lasts beyond it, and does not end that of the update."""
 
     @functools.wraps(pause)
