@@ -38,7 +38,7 @@ def found(tiny) -> dict[str, Any]:
     """What the scenarios of ``vllm_updates`` came to."""
     command = [sys.executable, "-m", "vllm_updates", str(tiny("qwen2")), str(tiny("llama"))]
     environment = {**os.environ, **ENVIRONMENT}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280)
     assert done.returncode == 0, done.stderr[-4000:]
     return json.loads(done.stdout.splitlines()[-1])
 
@@ -97,6 +97,21 @@ def test_calls_out_of_order_are_refused(found):
     assert not it["paused"]
 
 
+@pytest.mark.parametrize("scenario", ["two_trainers", "a_trainer_that_stops", "tried_again"])
+def test_what_failed_before_does_not_disturb(scenario, found):
+    it = found[scenario]
+    assert it["error"] == ""
+    assert not it.get("paused")
+    assert it["difference"] < CLOSE
+
+
+def test_nothing_cached_is_used_after_an_update_that_nobody_finished(found):
+    it = found["left_before_finish"]
+    assert "ended" in it["error"]
+    assert it["paused"]
+    assert it["difference"] < CLOSE
+
+
 def test_a_pause_of_the_user_lasts(found):
     it = found["a_pause_of_the_user_lasts"]
     assert it["paused"]
@@ -106,7 +121,6 @@ def test_a_pause_of_the_user_lasts(found):
 def test_a_client_that_does_not_count_workers_is_refused():
     from rl_guests.vllm.trainer import count_workers
 
-    assert count_workers is not None
     with pytest.raises(ConfigError) as caught:
         count_workers(SimpleNamespace())
     assert caught.value.details["key"] == "receivers"

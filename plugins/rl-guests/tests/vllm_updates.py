@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 DEADLINE_S = 20.0
-PROMPT = [5, 6, 7, 8]
+PROMPT = list(range(5, 45))  # more than a block of the prefix cache
 
 
 class Local:
@@ -121,6 +121,7 @@ class Engine:
             max_model_len=64,
             kv_cache_memory_bytes=32 << 20,
             max_num_seqs=4,
+            block_size=32,
             disable_log_stats=True,
         )
         self.client = Local(self.llm)
@@ -275,6 +276,60 @@ def a_stream(engine: Engine) -> dict[str, Any]:
     return {"difference": engine.difference()}
 
 
+def left_before_finish(engine: Engine) -> dict[str, Any]:
+    """A trainer ends when its update is committed; nothing that was cached is used again."""
+    client = Local(engine.llm)
+    client.finish_weight_update = mock.Mock(side_effect=OSError("ended"))  # type: ignore[method-assign]
+    engine.generate()
+    change(engine.model, 31)
+    error = text_of(trainer_of(engine.model, client).send_weights)
+    paused = engine.paused()
+    text_of(trainer_of(load(sys.argv[2]), engine.client).send_weights)  # another one is refused
+    return {"error": error, "paused": paused, "difference": engine.difference()}
+
+
+def two_trainers(engine: Engine) -> dict[str, Any]:
+    """One is refused between two calls of the other: no weight is torn, and all goes on."""
+    client = Local(engine.llm)
+    start = client.start_weight_update
+
+    def start_and_wait() -> None:
+        start()
+        text_of(lambda: engine.client.init_weight_transfer_engine({"trainer": "", "deadline_s": 1}))
+
+    client.start_weight_update = start_and_wait  # type: ignore[method-assign]
+    change(engine.model, 32)
+    error = text_of(trainer_of(engine.model, client).send_weights)
+    return {"error": error, "difference": engine.difference()}
+
+
+def a_trainer_that_stops(engine: Engine) -> dict[str, Any]:
+    """A trainer ends after its start: the next one needs no second try."""
+    client = Local(engine.llm)
+    client.update_weights = mock.Mock(side_effect=OSError("ended"))  # type: ignore[method-assign]
+    text_of(trainer_of(engine.model, client).send_weights)
+    change(engine.model, 33)
+    paused = engine.paused()
+    error = text_of(trainer_of(engine.model, engine.client).send_weights)
+    return {"error": error, "paused": paused, "difference": engine.difference()}
+
+
+def tried_again(engine: Engine) -> dict[str, Any]:
+    """A refit that fails once is tried again."""
+    put, failures = Share.put, [OSError("once")]
+
+    def once(self: Share, index: int) -> bytes:
+        if index == 4 and failures:
+            raise failures.pop()
+        return put(self, index)
+
+    change(engine.model, 34)
+    trainer = trainer_of(engine.model, engine.client, mode="packed", retries=1)
+    with mock.patch.object(Share, "put", once):
+        error = text_of(trainer.send_weights)
+    return {"error": error, "paused": engine.paused(), "difference": engine.difference()}
+
+
 def no_trainer(engine: Engine) -> dict[str, Any]:
     """An update without a trainer that sends fails at its deadline, and changes nothing."""
     trainer = trainer_of(engine.model, engine.client, deadline_s=2.0)
@@ -299,6 +354,10 @@ SCENARIOS = [
     a_killed_trainer,
     another_model,
     calls_out_of_order,
+    left_before_finish,
+    two_trainers,
+    a_trainer_that_stops,
+    tried_again,
     no_trainer,
 ]
 

@@ -56,24 +56,24 @@ def guard_engine_core(backend: str) -> None:
     """
     call, resume = EngineCore.collective_rpc, EngineCore.resume_scheduler
     add, accept = EngineCore.preprocess_add_request, LLMEngine.add_request
+    kinds: list[Any] = [EngineCore, EngineCoreProc]
+    pauses = [pausing_later(kind.pause_scheduler) for kind in kinds]
 
     @functools.wraps(call)
     def collective_rpc(
         self: Any, method: Any, timeout: Any = None, args: Any = (), kwargs: Any = None
-    ) -> list[Any]:
+    ) -> Any:
         given = self.vllm_config.weight_transfer_config
         ours = given is not None and given.backend == backend
         if not ours or not isinstance(method, str) or method not in _CALLS:
-            return list(call(self, method, timeout, args, kwargs))
+            return call(self, method, timeout, args, kwargs)
         return _update(self, method, functools.partial(call, self), args, kwargs or {})
 
     @functools.wraps(resume)
     def resume_scheduler(self: Any) -> None:
         _check_whole(self, "does not resume")
-        if (
-            _hold_of(self).before is not None
-        ):  # the update has ended, and nobody has called its finish
-            _release(self, resets=True)
+        if _hold_of(self).before is not None:  # an update was committed, and not finished
+            _release(self)
         resume(self)
 
     @functools.wraps(add)
@@ -92,17 +92,19 @@ def guard_engine_core(backend: str) -> None:
     EngineCore.resume_scheduler = resume_scheduler
     EngineCore.preprocess_add_request = preprocess_add_request
     LLMEngine.add_request = add_request
-    for kind in (EngineCore, EngineCoreProc):
-        kind.pause_scheduler = pausing_later(kind.pause_scheduler)
+    for kind, pause in zip(kinds, pauses, strict=True):
+        kind.pause_scheduler = pause
 
 
 def pausing_later(pause: Callable[..., Any]) -> Callable[..., Any]:
     """A pause that begins during an update lasts beyond it, and does not end that of the update."""
 
     @functools.wraps(pause)
-    def pause_scheduler(self: Any, *args: Any, **kwargs: Any) -> Any:
-        found = pause(self, *args, **kwargs)
+    def pause_scheduler(self: Any, mode: Any = "abort", clear_cache: bool = True) -> Any:
         hold = _hold_of(self)
+        if hold.before is not None and mode == "wait":
+            raise ValueError("nothing ends before the update has: pause with keep or abort")
+        found = pause(self, mode, clear_cache)
         if hold.before is not None:
             hold.before = self.scheduler.pause_state
             self.scheduler.set_pause_state(PauseState.PAUSED_ALL)
@@ -129,13 +131,13 @@ def _update(
     if not errors:
         hold.reason = "" if not torn else hold.reason
         if method == "finish_weight_update":
-            _release(core, resets=True)
+            _release(core)
         return [None] * len(answers)
     error = min(errors, key=lambda it: "cause" in it.details)
-    if torn:
+    if torn and (not hold.reason or method == "update_weights"):
         hold.reason = f"the last update failed, and left a part of the weights new: {error.message}"
-    elif hold.before is not None:
-        _release(core, resets=False)
+    elif not torn and hold.before is not None:
+        _release(core)
     raise error
 
 
@@ -149,11 +151,14 @@ def call_in_worker(
         are torn.
     """
     worker = getattr(worker, "worker", worker)  # out of vLLM's wrapper
+    if method == "start_weight_update":
+        worker._weight_update_active = False  # an update that was left takes no part in this one
     try:
         getattr(worker, method)(*args, **kwargs)
     except Exception as error:
         engine = worker.weight_transfer_engine
-        worker._weight_update_active = False  # or else vLLM would refuse the next start
+        if method in ("start_weight_update", "update_weights"):
+            worker._weight_update_active = False
         return encode_error(error, engine.name), engine.torn
     return None, worker.weight_transfer_engine.torn
 
@@ -170,11 +175,10 @@ def _hold_of(core: Any) -> _Hold:
     return found
 
 
-def _release(core: Any, *, resets: bool) -> None:
-    """Lets the scheduler go on as before the update; what is cached is of the old weights."""
+def _release(core: Any) -> None:
+    """Lets the scheduler go on as before the update; what is cached may be of other weights."""
     hold = _hold_of(core)
-    if resets:
-        core._reset_caches()
+    core._reset_caches()
     if hold.before is not None:
         core.scheduler.set_pause_state(hold.before)
     hold.before, hold.reason = None, ""

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 __all__ = ["RefitTrainerEngine", "TrainerInitInfo"]
 
 
-@dataclass(kw_only=True)
+@dataclass
 class TrainerInitInfo(base.TrainerInitInfo):  # type: ignore[misc]
     """What the trainer's side needs to know.
 
@@ -40,21 +40,21 @@ class TrainerInitInfo(base.TrainerInitInfo):  # type: ignore[misc]
     Attributes:
         rank: Of this process among those of the trainer; rank 0 sends.
         receivers: Workers of all engines behind the client, tensor and data parallel ones counted.
-            By default what the client's server or actors report.
+            By default what the client's server reports.
         world_size: ``receivers`` and one for the trainer, as for NCCL.
         options: Those of :func:`rl_core.refit`, such as ``verify``, ``retries`` and ``deadline_s``.
     """
 
     backend: ClassVar[str] = BACKEND
 
-    receivers: int | None = None
-    world_size: int | None = None
-    options: Mapping[str, Any] = field(default_factory=dict)
     master_address: str = ""
     master_port: int = 0
+    world_size: int | None = None
     packed: bool = True
     packed_buffer_size_bytes: int = 0
     packed_num_buffers: int = 0
+    receivers: int | None = field(default=None, kw_only=True)
+    options: Mapping[str, Any] = field(default_factory=dict, kw_only=True)
 
 
 class RefitTrainerEngine(base.TrainerWeightTransferEngine[TrainerInitInfo]):  # type: ignore[misc]
@@ -154,6 +154,7 @@ class _Workers:
 
     def prepare_refit_info(self, state_dict_info: dict[str, Any]) -> None:
         """See :meth:`rl_core.interfaces.GenerationInterface.prepare_refit_info`."""
+        self.settle()  # before a refit is tried again
         trainer = base64.b64encode(msgspec.msgpack.encode(state_dict_info)).decode()
         with _named():
             self._client.init_weight_transfer_engine(
@@ -238,11 +239,6 @@ def count_workers(client: Any) -> int:
         answer = requests.get(f"{url}/get_world_size", timeout=client.timeout)
         answer.raise_for_status()
         return int(answer.json()["world_size"])
-    if handles := getattr(client, "handles", None):
-        import ray
-
-        found = ray.get([handle.collective_rpc.remote("check_health") for handle in handles])
-        return sum(map(len, found))
     raise ConfigError(
         f"a {type(client).__name__} does not tell how many workers its engines have",
         fix="pass receivers= to TrainerInitInfo: the workers of all engines",

@@ -90,19 +90,20 @@ class RefitTransferEngine(WeightTransferEngine[Introduction, Update]):  # type: 
     ) -> None:
         super().__init__(config, vllm_config, device, model)
         parallel = vllm_config.parallel_config
-        self.name = f"vLLM worker {parallel.rank} (pid {os.getpid()})"
+        rank = f"{parallel.data_parallel_index}.{parallel.rank}"
+        self.name = f"vLLM worker {rank} (pid {os.getpid()})"
         worker = SimpleNamespace(vllm_config=vllm_config, get_model=lambda: model)
         weights = cache(lambda: EngineWeights(worker))
         self._named: Collection[str] = ()  # the trainer's tensors
         self._refits = WorkerRefits(lambda: _Sink(weights(), self._named), self.name)
         self._introduction: Introduction | None = None
-        self._key = ""  # of the update that was started
+        self._key = self._granted = ""  # of the update that was started, and of one that may write
         self._committed = False
 
     @property
     def torn(self) -> bool:
         """Whether the weights are partly old and partly new."""
-        return bool(self._refits.state(self._key)["torn"])
+        return bool(self._refits.state(self._granted)["torn"])
 
     def init_transfer_engine(self, init_info: Introduction) -> None:
         """Takes the trainer's introduction, and compares its tensors with those of the model."""
@@ -143,6 +144,7 @@ class RefitTransferEngine(WeightTransferEngine[Introduction, Update]):  # type: 
                 f"{self.name} has no update to go on with",
                 fix="call start_weight_update first",
             )
+        self._granted = self._key
         self._refits.grant(self._key)
         self._wait(self._introduction.deadline_s)
         self._committed = True
