@@ -15,9 +15,12 @@ import pytest
 
 from rl_core.errors import ConfigError
 
-pytestmark = pytest.mark.skipif(
-    importlib.util.find_spec("vllm") is None, reason="vLLM is not installed here"
-)
+pytestmark = [
+    pytest.mark.skipif(
+        importlib.util.find_spec("vllm") is None, reason="vLLM is not installed here"
+    ),
+    pytest.mark.xdist_group(__file__),  # all look at one run of the scenarios
+]
 #: In one process, and quiet, as rl-vllm's own engines.
 ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
