@@ -19,7 +19,7 @@ pytestmark = [
     pytest.mark.skipif(
         importlib.util.find_spec("vllm") is None, reason="vLLM is not installed here"
     ),
-    pytest.mark.xdist_group(__file__),  # all look at one run of the scenarios
+    pytest.mark.xdist_group("vllm_updates"),  # all look at one run of the scenarios
 ]
 #: In one process, and quiet, as rl-vllm's own engines.
 ENVIRONMENT = {
