@@ -136,7 +136,8 @@ def test_a_step_in_the_midst_of_a_refit_ends_it_on_all_ranks(
     policy: RemotePolicy, model: Path
 ) -> None:
     engine = engine_of(model)
-    engine.prepare_refit_info(policy.prepare_refit_info())
+    info = policy.prepare_refit_info()
+    engine.prepare_refit_info(info)
     begin = policy._group.begin_refit  # the step is not to come before it on any rank
     sending = begin("send_weights", deadline_s=SOON)
     policy.train(batch(), NLLLossFn(), gbs=8)
@@ -144,7 +145,9 @@ def test_a_step_in_the_midst_of_a_refit_ends_it_on_all_ranks(
     for future in sending:
         with pytest.raises(Exception, match=r"weights changed|ended the refit"):
             wait(future, SOON)
-    with pytest.raises(Exception, match="weights changed"):
+    # As ``refit`` does: on a busy machine, ranks notice the step before the engine has come.
+    engine.cancel_refit(info["number"])
+    with pytest.raises(Exception, match=r"weights changed|cancelled"):
         wait(receiving, SOON)
     with pytest.raises(LifecycleError, match="weights changed"):
         wait(sending[0], SOON)
