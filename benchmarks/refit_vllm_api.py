@@ -19,14 +19,9 @@ import time
 from pathlib import Path
 from typing import Annotated, Any
 
-os.environ |= {
-    "TORCHDYNAMO_DISABLE": "1",
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-    "VLLM_LOGGING_LEVEL": "WARNING",
-    "VLLM_NO_USAGE_STATS": "1",
-    "VLLM_PLUGINS": "rl_core",
-}
+from rl_vllm.environment import engine_environment
+
+os.environ |= {**engine_environment("cpu"), "VLLM_PLUGINS": "rl_core"}
 
 import torch
 import typer

@@ -86,7 +86,8 @@ def imported(kind: Kind) -> Iterator[Callable[..., int]]:
     parts = kind.module("environment")
     with pytest.MonkeyPatch.context() as patch, ExitStack() as ending:
         tests = str(Path(__file__).parent.parent)
-        if tests not in os.environ.get("PYTHONPATH", ""):  # tests of a plugin have it set, too
+        given = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+        if tests not in given:  # tests of a plugin have it set, too
             patch.setenv("PYTHONPATH", tests, prepend=os.pathsep)
 
         @cache

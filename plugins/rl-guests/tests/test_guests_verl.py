@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from rl_conformance.faults import at_the_first_bucket
-from rl_core.errors import ConfigError, RefitCorrupted, RefitPeerError, RLError
+from rl_core.errors import ConfigError, DeadlineError, RefitCorrupted, RefitPeerError, RLError
 from rl_core.weights.sending.share import Share
 
 if TYPE_CHECKING:
@@ -168,6 +168,17 @@ def test_a_killed_trainer_is_noticed():
     assert trainer.exitcode == -signal.SIGKILL
     assert isinstance(found, RefitPeerError)
     rollout.finalize()
+
+
+def test_who_does_not_come_or_send_is_named_in_time():
+    actor, rollout = engine(master=True, deadline_s=0.5), engine(deadline_s=0.5)
+    with pytest.raises(DeadlineError, match="one of 2 rollout workers"):
+        connect([actor], [rollout, mock.Mock()])
+    [found] = update([], [rollout], None)
+    assert isinstance(found, DeadlineError)
+    assert "the trainer did not answer" in str(found)
+    for one in (actor, rollout):
+        one.finalize()
 
 
 def test_what_cannot_be_meant_is_refused():

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -14,6 +13,7 @@ from typing import Any
 import pytest
 
 from rl_core.errors import ConfigError
+from rl_vllm.environment import engine_environment
 
 pytestmark = [
     pytest.mark.skipif(
@@ -21,17 +21,6 @@ pytestmark = [
     ),
     pytest.mark.xdist_group("vllm_updates"),  # all look at one run of the scenarios
 ]
-#: In one process, and quiet, as rl-vllm's own engines.
-ENVIRONMENT = {
-    "OMP_NUM_THREADS": "1",
-    "PYTHONPATH": str(Path(__file__).parent),
-    "TORCHDYNAMO_DISABLE": "1",
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-    "VLLM_LOGGING_LEVEL": "WARNING",
-    "VLLM_NO_USAGE_STATS": "1",
-    "VLLM_PLUGINS": "rl_core",
-}
 #: Of log-probs in float32.
 CLOSE = 5e-5
 
@@ -40,7 +29,8 @@ CLOSE = 5e-5
 def found(tiny) -> dict[str, Any]:
     """What the scenarios of ``vllm_updates`` came to."""
     command = [sys.executable, "-m", "vllm_updates", str(tiny("qwen2")), str(tiny("llama"))]
-    environment = {**os.environ, **ENVIRONMENT}
+    environment = engine_environment("cpu", workers=2)  # in one process, and quiet
+    environment |= {"PYTHONPATH": str(Path(__file__).parent), "VLLM_PLUGINS": "rl_core"}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280)
     assert done.returncode == 0, done.stderr[-4000:]
     return json.loads(done.stdout.splitlines()[-1])

@@ -7,7 +7,9 @@ them is one refit here: no rollout gets any tensor of it before all have all of 
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
 import secrets
+from functools import partial
 from multiprocessing.connection import Client, Connection, Listener
 from typing import TYPE_CHECKING, Any
 
@@ -24,7 +26,7 @@ from rl_core.weights.engine_lock import EngineLock
 from rl_core.weights.options import SendOptions
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator
+    from collections.abc import AsyncGenerator, Callable
 
 __all__ = ["RefitCheckpointEngine"]
 
@@ -95,14 +97,20 @@ class RefitCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         if rank < 0:
             return
         if rank > 0:
+            who = "the trainer's checkpoint engine"
             try:
-                self._lines = [Client(master["address"], authkey=master["key"])]
-            except FileNotFoundError as error:
+                line = self._in_time(who, lambda: Client(master["address"], authkey=master["key"]))
+            except DeadlineError:
+                raise
+            except OSError as error:
                 raise ConfigError(
-                    "the checkpoint engine rl_core does not find the trainer on this host",
-                    fix="run trainer and rollouts on one host, or use the backend nccl",
+                    "the checkpoint engine rl_core does not reach the trainer on this host: "
+                    f"{error}",
+                    fix="run trainer and rollouts on one host, or use the backend nccl; if they "
+                    "are, look at the trainer's log",
                     key="checkpoint_engine.backend",
                 ) from error
+            self._lines = [line]
             self._end = RefitReceiver(
                 lambda: NamedTensorSink(self._tensors),
                 name=f"rollout worker {rank}",
@@ -110,16 +118,10 @@ class RefitCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
             )
             return
         listener: Any = self._listener
-        coming = spawn("rollouts", lambda: [listener.accept() for _ in range(world_size - 1)])
-        try:
-            self._lines = coming.result(self._deadline_s)
-        except TimeoutError:
-            raise DeadlineError(
-                f"not all of {world_size - 1} rollout workers connected to the trainer within "
-                f"{self._deadline_s:g} s",
-                fix="look at their logs",
-                seconds=self._deadline_s,
-            ) from None
+        count = world_size - 1
+        self._lines = self._in_time(
+            f"one of {count} rollout workers", lambda: [listener.accept() for _ in range(count)]
+        )
         self._end = RefitSender(lambda: NamedTensorSource(self._tensors), name="verl's actor")
 
     def finalize(self) -> None:
@@ -182,22 +184,35 @@ class RefitCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
     def _tell(self, message: bytes) -> None:
         for rank, line in enumerate(self._lines, 1):
             try:
-                line.send_bytes(message)
+                self._in_time(f"rollout worker {rank}", partial(line.send_bytes, message))
+            except DeadlineError:
+                raise
             except OSError as error:
                 raise _lost(f"rollout worker {rank}") from error
+
+    def _in_time(self, who: str, call: Callable[[], Any]) -> Any:
+        """The result of a call that waits for another process.
+
+        Raises:
+            DeadlineError: That did not answer in time.
+        """
+        waiting = spawn("checkpoint-engine", call)
+        if not concurrent.futures.wait([waiting], self._deadline_s).done:
+            raise DeadlineError(
+                f"{who} did not answer within {self._deadline_s:g} s",
+                fix="look at its log; or raise engine_kwargs.rl_core.deadline_s",
+                seconds=self._deadline_s,
+            )
+        return waiting.result()
 
     def _take(self) -> dict[str, torch.Tensor] | None:
         """The next bucket; None after the last."""
         [line], receiver = self._lines, self._end
         assert isinstance(receiver, RefitReceiver)
         try:
-            if not line.poll(self._deadline_s):
-                raise DeadlineError(
-                    f"the trainer sent no more weights within {self._deadline_s:g} s",
-                    fix="look at its log; or raise engine_kwargs.rl_core.deadline_s",
-                    seconds=self._deadline_s,
-                )
-            message = line.recv_bytes()
+            message = self._in_time("the trainer", line.recv_bytes)
+        except DeadlineError:
+            raise
         except (EOFError, OSError) as error:
             raise _lost("the trainer") from error
         if message == _END:

@@ -232,13 +232,15 @@ def count_workers(client: Any) -> int:
 
     Raises:
         ConfigError: The client has no way to tell.
+        RefitAborted: The server does not.
     """
     if (url := getattr(client, "base_url", None)) is not None:
         import requests
 
-        answer = requests.get(f"{url}/get_world_size", timeout=client.timeout)
-        answer.raise_for_status()
-        return int(answer.json()["world_size"])
+        with _named():
+            answer = requests.get(f"{url}/get_world_size", timeout=client.timeout)
+            answer.raise_for_status()
+            return int(answer.json()["world_size"])
     raise ConfigError(
         f"a {type(client).__name__} does not tell how many workers its engines have",
         fix="pass receivers= to TrainerInitInfo: the workers of all engines",

@@ -18,7 +18,7 @@ from vllm.distributed.weight_transfer.base import (
     WeightTransferUpdateInfo,
 )
 
-from rl_core.errors import LifecycleError
+from rl_core.errors import DeadlineError, LifecycleError
 from rl_hosting import WorkerRefits
 from rl_hosting.cluster.remote_error import decode_error
 from rl_vllm.weights import EngineWeights, ModelSink
@@ -175,7 +175,8 @@ class RefitTransferEngine(WeightTransferEngine[Introduction, Update]):  # type: 
             if until_it_writes and state["wants_lock"]:
                 return
             if time.monotonic() > end:
-                raise LifecycleError(
-                    f"{self.name}: the refit did not end within its deadline",
+                raise DeadlineError(
+                    f"{self.name}: the refit did not end within {seconds:g} s",
                     fix="look at what the worker does (py-spy dump)",
+                    seconds=seconds,
                 )
