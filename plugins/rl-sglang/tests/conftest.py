@@ -46,7 +46,7 @@ def connect(fake: FakeSglangServer) -> Iterator[Callable[..., SglangServerGenera
     made: list[SglangServerGeneration] = []
 
     def connected(**config: Any) -> SglangServerGeneration:
-        base = {"backend": "sglang-server", "model_name": str(fake.model), "server_url": fake.url}
+        base = {"backend": "sglang-server", "model_name": str(fake.model), "url": fake.url}
         generation = create_generation(base | {"connect_timeout_s": 5.0} | config)
         made.append(generation)
         generation.prepare_for_generation()

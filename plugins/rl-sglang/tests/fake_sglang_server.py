@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import json
 import socket
 import threading
@@ -10,6 +11,10 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from aiohttp import web
+from safetensors.torch import load_file
+
+from rl_backends.tensors import NamedTensorSink
+from rl_hosting import WorkerRefits
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -28,7 +33,7 @@ class FakeSglangServer:
         model_info: Overrides of ``/model_info``.
         fault: What happens to ``/generate``: "hang", "500", "nonsense", "no event", "hang up",
             "nan", "short", "abort", "refuse".
-        load_fault: What happens to a load: "refuse", "hang", "hang up", "lie".
+        refit_fault: What happens to a refit: "refuse", "hang up", "lie" (other weights in the end).
         raw: Log-probs are of the logits whatever the temperature.
         token_s: Seconds for a token.
         context: Tokens.
@@ -40,7 +45,7 @@ class FakeSglangServer:
     server_info: dict[str, Any] = field(default_factory=dict)
     model_info: dict[str, Any] = field(default_factory=dict)
     fault: str = ""
-    load_fault: str = ""
+    refit_fault: str = ""
     raw: bool = False
     token_s: float = 0.0
     context: int = 256
@@ -57,7 +62,6 @@ class FakeSglangServer:
         self.requests: list[dict[str, Any]] = []
         self.aborted: list[str] = []
         self.running: set[str] = set()
-        self.loads: list[dict[str, Any]] = []
         self.flushes = 0
         self.headers: list[str | None] = []
 
@@ -68,6 +72,14 @@ class FakeSglangServer:
         self.starts += 1
         self.weight_version, self.weight_path = "default", str(self.model)
         self.aborted, self.running = [], set()
+        self.tensors = {
+            name: tensor.clone()
+            for name, tensor in load_file(self.model / "model.safetensors").items()
+        }
+        self.tensors["lm_head.weight"] = self.tensors["model.embed_tokens.weight"]
+        self._refits = WorkerRefits(
+            lambda: NamedTensorSink(self.tensors), "fake worker", shared=True
+        )
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
         self._thread.start()
@@ -115,7 +127,8 @@ class FakeSglangServer:
         app.router.add_post("/generate", self._generate)
         app.router.add_post("/abort_request", self._abort)
         app.router.add_post("/flush_cache", self._flush)
-        app.router.add_post("/update_weights_from_disk", self._load)
+        app.router.add_post("/set_internal_state", self._frame)
+        app.router.add_post("/update_weight_version", self._label)
         self._runner = web.AppRunner(app, access_log=None)
         await self._runner.setup()
         await web.TCPSite(self._runner, "127.0.0.1", self.port, reuse_address=True).start()
@@ -157,19 +170,20 @@ class FakeSglangServer:
         self.flushes += 1
         return web.Response(text="Cache flushed.")
 
-    async def _load(self, request: web.Request) -> web.Response:
+    async def _frame(self, request: web.Request) -> web.Response:
         asked = await request.json()
-        self.loads.append(asked)
-        if self.load_fault == "hang":
-            await asyncio.sleep(3600)
-        if self.load_fault == "hang up":
+        if self.refit_fault == "hang up":
             request.transport.abort()
-        if self.load_fault == "refuse":
-            said = {"success": False, "message": "Failed to update weights: no."}
-            return web.json_response(said, status=400)
-        if self.load_fault != "lie":
-            self.weight_version, self.weight_path = asked["weight_version"], asked["model_path"]
-        return web.json_response({"success": True, "message": "Succeeded."})
+        if self.refit_fault == "refuse" or "rl_refit" not in asked["server_args"]:
+            return web.json_response([False])
+        frame = base64.b64decode(asked["rid"])
+        answer = await asyncio.to_thread(self._refits.answer_frame, frame)
+        return web.json_response([{"rl_refit": [base64.b64encode(answer).decode()]}])
+
+    async def _label(self, request: web.Request) -> web.Response:
+        asked = await request.json()
+        self.weight_version = asked["new_version"] + self.refit_fault
+        return web.json_response({"success": True})
 
     async def _generate(self, request: web.Request) -> web.StreamResponse:
         asked = await request.json()
@@ -201,6 +215,7 @@ class FakeSglangServer:
     ) -> None:
         ends = set(params["stop_token_ids"]) | {self._config.get("eos_token_id")}
         ids: list[int] = []
+        sent = 0
         reason: dict[str, Any] | None = None
         while reason is None:
             await asyncio.sleep(self.token_s)
@@ -219,9 +234,11 @@ class FakeSglangServer:
             if reason is None and (len(ids) - 1) % params["stream_interval"]:
                 continue
             logprob = float("nan") if self.fault == "nan" else -1.0
-            logprobs = [[logprob, token, None] for token in ids]
+            new = ids[sent:] if self.server_info.get("incremental_streaming_output") else ids
+            sent = len(ids)
+            logprobs = [[logprob, token, None] for token in new]
             event = {
-                "output_ids": ids,
+                "output_ids": new,
                 "meta_info": {
                     "id": rid,
                     "finish_reason": reason,

@@ -40,15 +40,15 @@ def test_url_without_a_server_is_a_config_error(connect: Any, fake: FakeSglangSe
     fake.stop()
     with pytest.raises(ConfigError, match=fake.url) as caught:
         connect()
-    assert caught.value.details["key"] == "server_url"
+    assert caught.value.details["key"] == "url"
 
 
 @pytest.mark.parametrize(
     "url", ["10.0.0.1:30000", "ftp://host", "http:///x", "http://user:pass@host:1", "http://h:x"]
 )
 def test_what_is_no_address_is_refused_unseen(connect: Any, url: str) -> None:
-    with pytest.raises(ConfigError, match="server_url") as caught:
-        connect(server_url=url)
+    with pytest.raises(ConfigError, match="url is not the address") as caught:
+        connect(url=url)
     assert url not in str(caught.value)
 
 
@@ -127,7 +127,7 @@ def test_server_that_never_answers_is_given_up(connect: Any, fake: FakeSglangSer
 def test_cluster_is_refused() -> None:
     from rl_sglang import SglangServerGeneration
 
-    config = {"model_name": "m", "server_url": "http://127.0.0.1:1"}
+    config = {"model_name": "m", "url": "http://127.0.0.1:1"}
     with pytest.raises(ConfigError, match="clients of one server"):
         SglangServerGeneration(object(), config)
 
@@ -233,23 +233,7 @@ def test_context_is_what_the_server_has(connect: Any, fake: FakeSglangServer) ->
         connect(max_model_len=100)
 
 
-def test_events_with_new_tokens_alone_are_understood(tiny: Callable[..., Path]) -> None:
-    from rl_backends import ModelFacts, SamplingParams
-    from rl_backends.generation.rows import Row
-    from rl_sglang.server.checkpoint import Checkpoint
-    from rl_sglang.server.row_stream import RowStream
-
-    checkpoint = Checkpoint.load({"model_name": str(tiny())})
-    sampling = SamplingParams.from_config({"stop_token_ids": [8]}, ModelFacts(0, (1,), 272, 256))
-    row = Row(3, 0, 0, [5], 9, 0, False, (), sampling)
-    stream = RowStream(row, checkpoint, "http://there", incremental=True)
-
-    def event(ids: list[int], reason: dict[str, Any] | None) -> dict[str, Any]:
-        logprobs = [[-0.5, token, None] for token in ids]
-        meta = {"output_token_logprobs": logprobs, "weight_version": "a", "finish_reason": reason}
-        return {"output_ids": ids, "meta_info": meta}
-
-    assert stream.take(event([4], None)) == (None, {"a"})
-    done, _ = stream.take(event([6, 8], {"type": "stop", "matched": 8}))
-    assert done is not None
-    assert (done.token_ids, done.logprobs, done.truncated) == ([4, 6, 8], [-0.5] * 3, False)
+def test_events_with_new_tokens_alone_are_understood(connect: Any, fake: FakeSglangServer) -> None:
+    fake.server_info["incremental_streaming_output"] = True
+    generation = connect(max_new_tokens=40, stop_strings=["never there"])
+    assert generation.generate(prompts([5]))["output_ids"][0].tolist() == [5, *tokens([5], 40)]

@@ -111,7 +111,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RealServer]:
 
 
 def connected(server: RealServer, **config: Any) -> Any:
-    base = {"backend": "sglang-server", "model_name": str(server.model), "server_url": server.url}
+    base = {"backend": "sglang-server", "model_name": str(server.model), "url": server.url}
     made = create_generation(base | {"api_key": KEY, "connect_timeout_s": 60.0} | config)
     made.prepare_for_generation()
     return made

@@ -90,7 +90,7 @@ def test_generating_before_prepare_and_after_shutdown_is_refused(
     with pytest.raises(LifecycleError):
         generation.prepare_for_generation()
     left = {one.name for one in set(threading.enumerate()) - before}
-    assert "sglang-server-client" not in left
+    assert "server-client" not in left
 
 
 # -- faults ---------------------------------------------------------------------------------------

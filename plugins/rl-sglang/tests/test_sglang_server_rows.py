@@ -7,7 +7,7 @@ from typing import Any
 
 from rl_backends import Completion, FailedRow
 from rl_core.errors import WorkerDiedError
-from rl_sglang.server.rows import ServerRows
+from rl_hosting.server.rows import ServerRows
 
 
 def test_a_row_that_was_given_up_ends_no_more() -> None:

@@ -6,7 +6,7 @@ import secrets
 import threading
 import time
 from contextlib import ExitStack, suppress
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import msgspec
 
@@ -31,21 +31,37 @@ from rl_hosting.cluster.remote_error import decode_error
 if TYPE_CHECKING:
     import concurrent.futures
     from collections.abc import Callable
+    from contextlib import AbstractContextManager
 
     from rl_core.weights.engine_lock import EngineLock
-    from rl_hosting._process import HostedProcess
 
 __all__ = ["RemoteReceiver"]
+
+
+class Workers(Protocol):
+    """The way to an engine's workers: its process, or a server that runs it."""
+
+    @property
+    def name(self) -> str:
+        """Of the engine, for errors."""
+
+    def call(self, method: str, timeout_s: float, *, call: bytes) -> Any:
+        """The answers of all workers to a frame, each as bytes."""
+
+    def logs_in_errors(self) -> AbstractContextManager[None]:
+        """Adds the end of the engine's log to errors, if it is known here."""
+
+    def with_log(self, error: WorkerError) -> RLError:
+        """The error, with the end of the engine's log if it is known here."""
 
 
 class RemoteReceiver:
     """Has the methods of a :class:`rl_core.weights.RefitReceiver`, and calls one in every worker.
 
-    It sends frames through the engine's host and ``Engine.call_workers`` to
-    :class:`rl_hosting.WorkerRefits`.
+    It sends frames to the :class:`rl_hosting.WorkerRefits` of each.
 
     Args:
-        process: Of the engine.
+        process: The way to them.
         count: How many workers there are.
         answer_s: Seconds for an answer to calls that wait for nothing.
         lock: Held while the engine generates.
@@ -56,7 +72,7 @@ class RemoteReceiver:
 
     def __init__(
         self,
-        process: HostedProcess,
+        process: Workers,
         *,
         count: int,
         answer_s: float,
@@ -186,7 +202,7 @@ class RemoteReceiver:
                 if self._lock.held_by_this_thread:  # or else it has written nothing
                     self.torn = True  # unless the engine answers otherwise
                     with suppress(WorkerDiedError, DeadlineError):
-                        self._adopt(self._ask("state", REFIT_REPORT_S, key=key))
+                        self._adopt(self._ask("state", REFIT_REPORT_S))
                 if self._closed.is_set() and isinstance(error, WorkerDiedError):
                     raise self._aborted() from None
                 raise
@@ -236,11 +252,9 @@ class RemoteReceiver:
                 if self._lock.acquire_keeping_place(REFIT_BUSY_POLL_S):
                     held.callback(self._lock.release)
                     self._wake()  # what sleeps cannot be written to
-                    self._ask("grant", key=key)
+                    self._ask("grant", left + REFIT_REPORT_S, key=key)
             elif busy:
                 time.sleep(REFIT_BUSY_POLL_S)
-        with suppress(WorkerDiedError):
-            self._ask("close")
         raise self._aborted()
 
     def _aborted(self) -> RefitAborted:

@@ -2,25 +2,31 @@
 
 from __future__ import annotations
 
+import concurrent.futures
+import os
 import threading
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 import torch
 
+from rl_core.errors import CapabilityError
 from rl_core.plugins.discovery import load_object
-from rl_core.weights import RefitReceiver
+from rl_core.weights import DEFAULT_DEADLINE_S, RefitReceiver
 from rl_hosting._messages import Reply, Request, decode, encode, error_reply
+from rl_hosting._timing import REFIT_REPORT_S
 from rl_hosting.cluster.remote_error import encode_error
 
 if TYPE_CHECKING:
-    import concurrent.futures
     from collections.abc import Callable
 
     from rl_core.interfaces import WeightSink
 
 __all__ = ["WorkerRefits"]
 
+#: Set to 1 where a shared engine runs, lets its clients put faults into it, as the conformance suite
+#: does: call functions beside the weights, and write weights without a refit.
+FAULTS = "RL_SERVER_FAULTS"
 #: How many refits that are over are kept for a driver that has not fetched their results.
 _KEPT = 64
 
@@ -62,15 +68,20 @@ class WorkerRefits:
     Args:
         sink: Makes the sink of a refit, over this worker's part of the model.
         name: Of the worker, for errors.
+        shared: The engine has clients that hold no lock of the driver's: :meth:`grant` keeps the
+            worker until the refit has ended, so that it computes nothing meanwhile.
     """
 
-    def __init__(self, sink: Callable[[], WeightSink], name: str) -> None:
+    def __init__(self, sink: Callable[[], WeightSink], name: str, *, shared: bool = False) -> None:
         self.name = name
+        self._shared = shared
         self._sink = sink
         self._news = threading.Event()
         self._receiver = RefitReceiver(sink, name=name, lock=threading.Lock())
         self._leases: dict[str, _Lease] = {}
         self._futures: dict[str, concurrent.futures.Future[Any]] = {}
+        self._deadline_s = DEFAULT_DEADLINE_S  # of the refit that began last
+        self._writes: concurrent.futures.Future[Any] | None = None  # the refit granted last
 
     def answer_frame(self, frame: bytes) -> bytes:
         """Calls the method that a frame names.
@@ -95,13 +106,18 @@ class WorkerRefits:
             "state": self.state,
             "release_weights": self._receiver.release_weights,
             "dropped": self.dropped,
-            "close": self._receiver.close,
             "specs": self.specs,
             "read": self.read,
             "write": self.write,
             "call": self.call,
         }
         try:
+            if self._shared and request.method in ("call", "write") and not os.environ.get(FAULTS):
+                raise CapabilityError(
+                    f"{self.name} takes refits from clients, and no other calls that change it",
+                    fix=f"to test its backend with faults, start the server with {FAULTS}=1",
+                    capability=request.method,
+                )
             return Reply(value=methods[request.method](**request.arguments))
         except Exception as error:
             return error_reply(error, self.name)
@@ -119,11 +135,15 @@ class WorkerRefits:
     def receive(self, key: str, **how: Any) -> None:
         """Begins a refit, of which :meth:`done` returns the result."""
         lease = self._leases[key] = _Lease(self._news)
+        self._deadline_s = how.get("deadline_s", DEFAULT_DEADLINE_S)
         self._begin(key, self._receiver.receive(lock=lease, **how))
 
     def grant(self, key: str) -> None:
         """The driver holds the engine's lock for this refit, until :meth:`done` reports its end."""
+        self._writes = self._futures[key]
         self._leases[key].grant()
+        if self._shared:
+            concurrent.futures.wait([self._writes], self._deadline_s + REFIT_REPORT_S)
 
     def open(self, key: str, transport: str, deadline_s: float, address: dict[str, Any]) -> None:
         """Begins to connect to the sender; :meth:`done` returns whether it did."""
@@ -159,13 +179,12 @@ class WorkerRefits:
         self._receiver.dropped()
         return self.state()
 
-    def state(self, key: str = "") -> dict[str, Any]:
+    def state(self) -> dict[str, Any]:
         """The version and origin that the worker has, and whether its weights are torn.
 
-        Args:
-            key: Of a refit that the driver gives up; while it may write, they count as torn.
+        They count as torn while a refit may write.
         """
-        writes = key in self._futures and not self._futures[key].done()
+        writes = self._writes is not None and not self._writes.done()
         receiver = self._receiver
         labels = {"version": receiver.version, "origin": receiver.origin}
         return {**labels, "torn": receiver.torn or writes}

@@ -12,16 +12,14 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from rl_sglang.config import SglangConfig
     from rl_sglang.generation import SglangGeneration
-    from rl_sglang.server.config import SglangServerConfig
-    from rl_sglang.server.generation import SglangServerGeneration
+    from rl_sglang.server import SglangServerGeneration
 
-__all__ = ["SglangConfig", "SglangGeneration", "SglangServerConfig", "SglangServerGeneration"]
+__all__ = ["SglangConfig", "SglangGeneration", "SglangServerGeneration"]
 
 _HOME = {
     "SglangConfig": "rl_sglang.config",
     "SglangGeneration": "rl_sglang.generation",
-    "SglangServerConfig": "rl_sglang.server.config",
-    "SglangServerGeneration": "rl_sglang.server.generation",
+    "SglangServerGeneration": "rl_sglang.server",
 }
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from rl_core.plugins.manifest import BackendManifest, Capability, EngineRequirement
 
-__all__ = ["BACKEND", "TINY", "VERSIONS"]
+__all__ = ["BACKEND", "SERVER", "TINY", "VERSIONS"]
 
 #: Of SGLang: what was tested.
 VERSIONS = ">=0.5.21,<0.5.24"
@@ -34,6 +34,28 @@ BACKEND = BackendManifest(
         }
     },
     engine=EngineRequirement(("sglang",), VERSIONS, extra="engine", elsewhere="sglang_cfg.python"),
+)
+
+SERVER = BackendManifest(
+    name="sglang-server",
+    summary="Generation by an SGLang server that is already running",
+    factories={"generation": "rl_sglang.server:SglangServerGeneration"},
+    configs={"generation": "rl_hosting.server.config:ServerConfig"},
+    capabilities={
+        "generation": {
+            "sleep": Capability(
+                "unsupported", reason="this process cannot free the server's memory"
+            ),
+            "async_generation": _FULL,
+            "concurrent_calls": _FULL,
+            "multi_sample": _FULL,
+            "collective": _FULL,
+            "staged": Capability("full", reason="with memory for a second copy of the weights"),
+            "kv_scales": Capability("not_implemented", reason="it was never tested with a server"),
+            "adapters": Capability("not_implemented", reason="a refit sends merged weights"),
+        }
+    },
+    engine=EngineRequirement(("aiohttp",), ">=3.10,<4", extra="server"),
 )
 
 _SMALL = {"max_total_tokens": 16384}

@@ -1,4 +1,4 @@
-"""The vLLM backend: generation by vLLM, in a process of its own.
+"""The vLLM backends: vLLM in a process of its own, or a vLLM server that already runs.
 
 The classes are imported when they are first used, so that the manifest stays light. Nothing here
 imports vLLM: only the engine's own processes do.
@@ -13,13 +13,15 @@ if TYPE_CHECKING:
     from rl_vllm.actor import VllmGenerationWorker
     from rl_vllm.config import VllmConfig
     from rl_vllm.generation import VllmGeneration
+    from rl_vllm.server import VllmServerGeneration
 
-__all__ = ["VllmConfig", "VllmGeneration", "VllmGenerationWorker"]
+__all__ = ["VllmConfig", "VllmGeneration", "VllmGenerationWorker", "VllmServerGeneration"]
 
 _HOME = {
     "VllmConfig": "rl_vllm.config",
     "VllmGeneration": "rl_vllm.generation",
     "VllmGenerationWorker": "rl_vllm.actor",
+    "VllmServerGeneration": "rl_vllm.server",
 }
 
 

@@ -17,7 +17,18 @@ from rl_vllm.config import VllmEngineConfig
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-__all__ = ["ALLOWED", "OWN_KEYS", "REFUSED", "WITHOUT_REFITS", "check_engine_args"]
+__all__ = [
+    "ALLOWED",
+    "OWN_KEYS",
+    "REFUSED",
+    "WITHOUT_REFITS",
+    "check_engine_args",
+    "check_temperature",
+]
+
+
+#: vLLM raises what is lower to the first, and refuses what is higher than the second.
+_TEMPERATURES = 0.01, 2.0
 
 
 def _names(text: str) -> frozenset[str]:
@@ -215,4 +226,20 @@ def check_engine_args(engine: Mapping[str, Any], device: str) -> None:
             "random generator, which CPU generators do not support",
             fix="leave it out",
             key=at,
+        )
+
+
+def check_temperature(config: Mapping[str, Any]) -> None:
+    """Refuses temperatures that vLLM would not apply.
+
+    Raises:
+        ConfigError: The temperature is out of bounds.
+    """
+    temperature = config.get("temperature", 1.0)
+    if 0 < temperature < _TEMPERATURES[0] or temperature > _TEMPERATURES[1]:
+        raise ConfigError(
+            f"temperature is {temperature}; vLLM applies only temperatures from "
+            f"{_TEMPERATURES[0]} to {_TEMPERATURES[1]}",
+            fix="use a temperature in that range, or greedy=True",
+            key="temperature",
         )

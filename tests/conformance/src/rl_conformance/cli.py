@@ -69,7 +69,15 @@ def run(options: argparse.Namespace) -> int:
     files = ReportFiles(*(getattr(options, name) for name in names))
     name, kind, k, processes = options.name, options.kind, options.k, options.processes
     target = find_target(name)
-    settings = Settings.of(options.device, options.dtype, options.model, options.timeout)
+    settings = Settings.of(
+        options.device, options.dtype, options.model, options.timeout, options.url
+    )
+    if options.url is not None and "url" not in target.config_keys.get("generation", ()):
+        raise ConfigError(
+            f"{name} has no url: it starts its engine itself",
+            fix="leave --url out, or name a backend for servers, such as vllm-server",
+            key="url",
+        )
     if settings.dtype not in target.manifest.tolerances:
         raise ConfigError(
             f"{name} declares no tolerance for {settings.dtype!r}",
@@ -82,10 +90,10 @@ def run(options: argparse.Namespace) -> int:
     fast = ["--fast"] if options.fast else []
     selection = " and ".join([*fast, *kind, *([k] if k else [])])
     if processes > 1:
-        if selection or options.device == "cuda":
+        if selection or options.device == "cuda" or options.url:
             raise ConfigError(
-                "-n runs everything, on a CPU",
-                fix="leave out -n, or --fast, --kind and -k",
+                "-n runs everything, on a CPU, and not with one server",
+                fix="leave out -n, or --fast, --kind, -k and --url",
                 key="-n",
             )
         report = run_in_processes(name, settings, options.known_failures, processes)
@@ -235,6 +243,9 @@ _running.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="
 _running.add_argument("--dtype", help="dtype of the weights; default: float32, on cuda bfloat16")
 _running.add_argument(
     "--model", metavar="PATH", help="use this checkpoint instead of the suite's main tiny model"
+)
+_running.add_argument(
+    "--url", help="of a server that runs and serves the checkpoint of --model: vllm-server, ..."
 )
 _running.add_argument(
     "--kind",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import re
 import tempfile
@@ -16,7 +17,7 @@ from rl_conformance.calls import made_with, noted, watch_calls
 from rl_conformance.expect import NotRun, fail, same
 from rl_conformance.figures import Histogram
 from rl_conformance.outcome import Measure
-from rl_core.errors import LoopWarning
+from rl_core.errors import CapabilityError, LoopWarning
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -58,6 +59,8 @@ class Workshop:
         self._computed: dict[str, Any] = {}
         self._shared: dict[str, dict[str, Any]] = {}
         self._watched = ExitStack()
+        #: Whether the check that runs has a client of the server that the run was given.
+        self.serves = False
 
     def directory(self) -> Path:
         """A new directory that is removed with the workshop."""
@@ -104,6 +107,8 @@ class Workshop:
         """A new backend of the target, or the suite's reference if it does not offer the kind."""
         own = kind not in self.target.manifest.kinds
         whole = {"model_name": str(self.model()), **config}
+        if self.settings.url is not None and kind == "generation":
+            return self._connect(dtype, config, whole)
         make: Callable[[dict[str, Any]], Any] = getattr(self.target, f"make_{kind}")
         if own:
             from rl_conformance.reference import make_reference
@@ -118,9 +123,51 @@ class Workshop:
         watch_calls(backend, self._watched.enter_context)
         return backend
 
+    def _connect(self, dtype: str, config: dict[str, Any], whole: dict[str, Any]) -> Any:
+        """A new client of the server that the run was given, with the weights of a checkpoint.
+
+        A refit brings these, as the server may have those of an earlier check.
+        """
+        from rl_conformance.reference import make_reference
+        from rl_core import refit
+
+        assert self.settings.model is not None
+        if self.serves:
+            raise NotRun("one server is one engine, and this check needs another", excused=True)
+        served, wanted = (
+            Path(each, "config.json").read_text()
+            for each in (self.settings.model, whole["model_name"])
+        )
+        if json.loads(served) != json.loads(wanted):
+            raise NotRun("the server serves a model with another config.json", excused=True)
+        self.serves = True
+        kept = self._shared.get("generation", {})
+        while kept:
+            kept.popitem()[1].shutdown()
+        given = self.target.base_config("generation", self.settings, dtype) | whole
+        try:
+            with noted(None, "create_generation", **config):
+                backend = self.target.make_generation(given | {"model_name": self.settings.model})
+        except CapabilityError as error:
+            raise NotRun(f"the server was not started so: {error}", excused=True) from error
+        policy = make_reference("policy", {"model_name": whole["model_name"], "torch_dtype": dtype})
+        try:
+            with warnings.catch_warnings():  # of the version that an earlier check left
+                warnings.simplefilter("ignore", LoopWarning)
+                refit(policy, backend)
+        except BaseException:
+            backend.shutdown()
+            raise
+        finally:
+            policy.shutdown()
+        made_with(backend, "generation", config, own=False)
+        watch_calls(backend, self._watched.enter_context)
+        return backend
+
     def share(self, kind: str, dtype: str, config: dict[str, Any]) -> Any:
         """A running backend with that configuration, kept for other checks."""
         key = repr((dtype, sorted(config.items())))
+        self.serves |= kind == "generation" and key in self._shared.get(kind, {})
         return self.keep(kind, key, lambda: self.build(kind, dtype, config))
 
     def keep(self, kind: str, key: str, build: Callable[[], Any], most: int = _KEPT) -> Any:
@@ -398,3 +445,4 @@ class Context:
     def close(self) -> None:
         """Shuts down what belongs to this check alone."""
         self._exit.close()
+        self.workshop.serves = False

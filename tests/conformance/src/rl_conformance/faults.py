@@ -16,6 +16,7 @@ from unittest import mock
 import torch
 
 from rl_conformance.expect import NotRun, require
+from rl_core.errors import CapabilityError
 from rl_core.interfaces import Piece
 from rl_core.weights.protocol.frames import Channel
 from rl_core.weights.protocol.messages import BucketReady
@@ -94,8 +95,15 @@ def _beside(generation: GenerationInterface) -> Callable[..., list[Any]]:
     beside: Any = getattr(generation, "call_in_workers", None)
     if beside is None:
         raise NotRun("the engine is no GenerationBackend, so no fault can be put into it")
-    found: Callable[..., list[Any]] = beside
-    return found
+
+    def call(function: str, **arguments: Any) -> list[Any]:
+        try:
+            found: list[Any] = beside(function, **arguments)
+        except CapabilityError as error:
+            raise NotRun(str(error), excused=True) from error
+        return found
+
+    return call
 
 
 # -- called beside the weights ---------------------------------------------------------------------

@@ -121,6 +121,8 @@ class RemoteGeneration(_Peer):
     """A generation backend in its own process, awake, with the methods that a refit calls."""
 
     def __init__(self, ctx: Context, **config: Any) -> None:
+        if ctx.settings.url is not None:
+            ctx.not_run("a server has no engine in another process of the suite", excused=True)
         config = {"model_name": str(ctx.model()), "max_new_tokens": 8, **config}
         super().__init__(ctx, "generation", config)
 

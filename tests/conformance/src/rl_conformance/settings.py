@@ -23,12 +23,14 @@ class Settings:
         dtype: Of the weights of the backend under test.
         model: A checkpoint to use instead of the suite's own tiny models.
         timeout_s: Seconds that each check may take, in place of its own limit.
+        url: Of a server that runs already, and that serves ``model``.
     """
 
     device: Literal["cpu", "cuda"] = "cpu"
     dtype: str = "float32"
     model: str | None = None
     timeout_s: float | None = None
+    url: str | None = None
 
     @classmethod
     def of(
@@ -37,19 +39,26 @@ class Settings:
         dtype: str | None = None,
         model: str | None = None,
         timeout_s: float | None = None,
+        url: str | None = None,
     ) -> Settings:
         """Settings; by default with the device's usual dtype.
 
         Raises:
-            ConfigError: The model is no directory of a checkpoint.
+            ConfigError: The model is no directory of a checkpoint, or missing beside a URL.
         """
+        if url is not None and model is None:
+            raise ConfigError(
+                "--url needs --model: the checkpoint that the server serves",
+                fix="add --model PATH; the server must serve that directory",
+                key="model",
+            )
         if model is not None and not Path(model, "config.json").is_file():
             raise ConfigError(
                 f"{model} holds no config.json",
                 fix="give the directory of a Hugging Face checkpoint",
                 key="model",
             )
-        return cls(device, dtype or _DTYPES[device], model, timeout_s)
+        return cls(device, dtype or _DTYPES[device], model, timeout_s, url)
 
     def options(self) -> list[str]:
         """Of `rl conformance run`, where these are not what it does without."""
@@ -58,6 +67,7 @@ class Settings:
             "dtype": self.dtype,
             "model": self.model,
             "timeout": f"{self.timeout_s:g}" if self.timeout_s else None,
+            "url": self.url,
         }
         usual = {"device": "cpu", "dtype": _DTYPES[self.device]}
         return [

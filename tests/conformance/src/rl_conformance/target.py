@@ -111,6 +111,7 @@ class Target:
         known = self.config_keys.get(kind, frozenset())
         config: dict[str, Any] = {"backend": self.name}
         config |= self.own_settings(settings).get(kind, {})
+        config |= {"url": settings.url} if "url" in known else {}
         named = [key for key in _DTYPE_KEYS if key in known][:1]
         config |= dict.fromkeys(named, dtype or settings.dtype)
         return config | ({"device": settings.device} if "device" in known else {})

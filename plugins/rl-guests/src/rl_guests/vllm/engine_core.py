@@ -24,8 +24,11 @@ if TYPE_CHECKING:
 
 __all__ = ["call_in_worker", "guard_engine_core"]
 
-#: The calls of the weight-transfer API.
+#: A call of rl-core's own: the frame of a driver that refits an engine by its URL.
+_FRAME = "rl_refit"
+#: The calls of the weight-transfer API, and that one.
 _CALLS = {
+    _FRAME,
     "init_weight_transfer_engine",
     "start_weight_update",
     "start_draft_weight_update",
@@ -42,10 +45,12 @@ class _Hold:
     Attributes:
         before: How the scheduler was paused before, and will be again; None if nothing is held.
         reason: Why the weights cannot be used; empty while an update is under way.
+        label: Of the weights that the last refit brought.
     """
 
     before: PauseState | None = None
     reason: str = ""
+    label: str = ""
 
 
 def guard_engine_core(backend: str) -> None:
@@ -125,42 +130,69 @@ def _update(
     if method == "update_weights" and hold.before is None:
         hold.before = core.scheduler.pause_state
         core.scheduler.set_pause_state(PauseState.PAUSED_ALL)
-    answers = call(call_in_worker, None, (method, args, kwargs))
-    errors = [decode_error(error) for error, _ in answers if error]
-    torn = any(it for _, it in answers)
-    if not errors:
-        hold.reason = "" if not torn else hold.reason
-        if method == "finish_weight_update":
+    answers: list[_Answer] = call(call_in_worker, None, (method, args, kwargs))
+    errors = [decode_error(one.error) for one in answers if one.error]
+    error = min(errors, key=lambda it: "cause" in it.details, default=None)
+    labels = {one.label for one in answers}
+    torn = len(labels) > 1 or any(one.torn for one in answers)
+    if torn:
+        if hold.before is None:
+            hold.before = core.scheduler.pause_state
+            core.scheduler.set_pause_state(PauseState.PAUSED_ALL)
+        if not hold.reason or method == "update_weights":
+            why = "" if error is None else f": {error.message}"
+            hold.reason = f"the last update failed, and left a part of the weights new{why}"
+    else:
+        refitted, healed = labels != {hold.label}, bool(hold.reason)
+        hold.reason = ""
+        if refitted:
+            [hold.label] = labels
+            core.set_weight_version(hold.label)
+        if method == "finish_weight_update" and error is None:
             _release(core)
-        return [None] * len(answers)
-    error = min(errors, key=lambda it: "cause" in it.details)
-    if torn and (not hold.reason or method == "update_weights"):
-        hold.reason = f"the last update failed, and left a part of the weights new: {error.message}"
-    elif not torn and hold.before is not None:
-        _release(core)
-    raise error
+        elif (error is not None and hold.before is not None) or (
+            method == _FRAME and (refitted or healed)
+        ):
+            _release(core)
+    if error is not None:
+        raise error
+    return [one.value for one in answers]
 
 
-def call_in_worker(
-    worker: Any, method: str, args: Any, kwargs: dict[str, Any]
-) -> tuple[list[Any] | None, bool]:
-    """Calls a method of the weight-transfer API in a worker.
+@dataclass
+class _Answer:
+    """What a worker did.
 
-    Returns:
-        The error that it raised, as :func:`encode_error` has it, or None; and whether the weights
-        are torn.
+    Attributes:
+        error: That it raised, as :func:`encode_error` has it; or None.
+        value: That it returned.
+        torn: Its weights are partly old and partly new.
+        label: Of its weights; empty before the first refit.
     """
+
+    error: list[Any] | None
+    value: Any
+    torn: bool
+    label: str
+
+
+def call_in_worker(worker: Any, method: str, args: Any, kwargs: dict[str, Any]) -> _Answer:
+    """Calls a method of the weight-transfer API in a worker."""
     worker = getattr(worker, "worker", worker)  # out of vLLM's wrapper
+    engine = worker.weight_transfer_engine
     if method == "start_weight_update":
         worker._weight_update_active = False  # an update that was left takes no part in this one
+    error = value = None
     try:
-        getattr(worker, method)(*args, **kwargs)
-    except Exception as error:
-        engine = worker.weight_transfer_engine
+        if method == _FRAME:
+            value = engine.answer_frame(*args)
+        else:
+            getattr(worker, method)(*args, **kwargs)
+    except Exception as raised:
         if method in ("start_weight_update", "update_weights"):
             worker._weight_update_active = False
-        return encode_error(error, engine.name), engine.torn
-    return None, worker.weight_transfer_engine.torn
+        error = encode_error(raised, engine.name)
+    return _Answer(error, value, *engine.state())
 
 
 def _check_whole(core: Any, what: str) -> None:

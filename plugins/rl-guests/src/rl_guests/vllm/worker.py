@@ -24,7 +24,7 @@ from rl_hosting.cluster.remote_error import decode_error
 from rl_vllm.weights import EngineWeights, ModelSink
 
 if TYPE_CHECKING:
-    from collections.abc import Collection
+    from collections.abc import Callable, Collection
 
     import torch
 
@@ -54,21 +54,45 @@ class Update(WeightTransferUpdateInfo):  # type: ignore[misc]
     """Nothing: what travels is in the refit."""
 
 
+class _Refits(WorkerRefits):
+    """The receiver beside a worker's weights.
+
+    Args:
+        weights: Of the worker, once they are needed.
+        name: Of the worker.
+    """
+
+    def __init__(self, weights: Callable[[], EngineWeights], name: str) -> None:
+        super().__init__(lambda: _Sink(weights(), self._named), name, shared=True)
+        self._named: Collection[str] | None = None
+
+    def prepare(self, info: bytes) -> None:
+        """See :meth:`WorkerRefits.prepare`: for a driver of ours, which names every tensor."""
+        self._named = None
+        super().prepare(info)
+
+    def prepare_for_names(self, info: bytes) -> None:
+        """See :meth:`prepare`, for a trainer that may leave out tensors that are tied to others."""
+        self._named = {one["name"] for one in msgspec.msgpack.decode(info)["tensors"]}
+        super().prepare(info)
+
+
 class _Sink(ModelSink):
-    """vLLM's weights, for trainers that do not name tensors that are tied to others.
+    """vLLM's weights.
 
     Args:
         weights: Of the worker.
-        named: What the trainer names.
+        named: The only tied tensors that the trainer names; None if it names all.
     """
 
-    def __init__(self, weights: EngineWeights, named: Collection[str]) -> None:
+    def __init__(self, weights: EngineWeights, named: Collection[str] | None) -> None:
         super().__init__(weights)
         self._named = named
 
     def specs(self) -> list[TensorSpec]:
         """See :meth:`WeightSink.specs`."""
-        return [it for it in super().specs() if it.alias_of is None or it.name in self._named]
+        named, specs = self._named, list(super().specs())
+        return [it for it in specs if named is None or it.alias_of is None or it.name in named]
 
 
 class RefitTransferEngine(WeightTransferEngine[Introduction, Update]):  # type: ignore[misc]
@@ -94,22 +118,25 @@ class RefitTransferEngine(WeightTransferEngine[Introduction, Update]):  # type: 
         self.name = f"vLLM worker {rank} (pid {os.getpid()})"
         worker = SimpleNamespace(vllm_config=vllm_config, get_model=lambda: model)
         weights = cache(lambda: EngineWeights(worker))
-        self._named: Collection[str] = ()  # the trainer's tensors
-        self._refits = WorkerRefits(lambda: _Sink(weights(), self._named), self.name)
+        self._refits = _Refits(weights, self.name)
         self._introduction: Introduction | None = None
-        self._key = self._granted = ""  # of the update that was started, and of one that may write
+        self._key = ""  # of the update that was started
         self._committed = False
 
-    @property
-    def torn(self) -> bool:
-        """Whether the weights are partly old and partly new."""
-        return bool(self._refits.state(self._granted)["torn"])
+    def state(self) -> tuple[bool, str]:
+        """Whether the weights are partly old and partly new, and the label of a refit's."""
+        state = self._refits.state()
+        label = f"{state['origin']:x}-{state['version']}" if state["origin"] else ""
+        return state["torn"], label
+
+    def answer_frame(self, frame: str) -> str:
+        """Answers a frame of a driver that refits this engine by its URL; both in base64."""
+        given = base64.b64decode(frame, validate=True)
+        return base64.b64encode(self._refits.answer_frame(given)).decode()
 
     def init_transfer_engine(self, init_info: Introduction) -> None:
         """Takes the trainer's introduction, and compares its tensors with those of the model."""
-        trainer = base64.b64decode(init_info.trainer, validate=True)
-        self._named = {one["name"] for one in msgspec.msgpack.decode(trainer)["tensors"]}
-        self._refits.prepare(trainer)
+        self._refits.prepare_for_names(base64.b64decode(init_info.trainer, validate=True))
         self._introduction = init_info
 
     def start_weight_update(self) -> None:
@@ -144,7 +171,6 @@ class RefitTransferEngine(WeightTransferEngine[Introduction, Update]):  # type: 
                 f"{self.name} has no update to go on with",
                 fix="call start_weight_update first",
             )
-        self._granted = self._key
         self._refits.grant(self._key)
         self._wait(self._introduction.deadline_s)
         self._committed = True

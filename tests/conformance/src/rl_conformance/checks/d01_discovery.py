@@ -147,7 +147,8 @@ def _offered(ctx: Context, kind: str) -> tuple[dict[str, Any], Callable[[Any], A
         with noted(None, f"create_{kind}", config):
             return getattr(ctx.target, f"make_{kind}")(config)
 
-    return {"backend": ctx.target.name, "model_name": str(ctx.directory() / "no-such-model")}, make
+    missing = {"model_name": str(ctx.directory() / "no-such-model")}
+    return ctx.target.base_config(kind, ctx.settings) | missing, make
 
 
 @check("D4", cases=_KINDS)

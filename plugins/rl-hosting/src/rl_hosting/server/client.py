@@ -33,19 +33,27 @@ class ServerClient:
     otherwise fail a row, and a row cannot be sent twice.
 
     Args:
+        engine: Of the server, for errors: ``"vLLM"``.
         url: Of the server.
         api_key: Sent with every request, and in no error.
         connect_timeout_s: Seconds for a connection.
+
+    Attributes:
+        who: The engine and its address, for errors.
     """
 
-    def __init__(self, url: str, *, api_key: str | None, connect_timeout_s: float) -> None:
+    def __init__(
+        self, engine: str, url: str, *, api_key: str | None, connect_timeout_s: float
+    ) -> None:
+        self.engine = engine
         self.url = url.rstrip("/")
+        self.who = f"the {engine} server at {self.url}"
         self._headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
         self._connect_s = connect_timeout_s
         self._session: aiohttp.ClientSession | None = None
         self.loop = asyncio.new_event_loop()
         self._thread = threading.Thread(
-            target=self.loop.run_forever, name="sglang-server-client", daemon=True
+            target=self.loop.run_forever, name="server-client", daemon=True
         )
         self._thread.start()
 
@@ -83,10 +91,8 @@ class ServerClient:
             raise self._refused(path, status, body)
         return self._object(path, body)
 
-    async def post(
-        self, path: str, body: dict[str, Any], timeout_s: float
-    ) -> tuple[int, dict[str, Any]]:
-        """What the server answers, with its status; an empty dict for what is no JSON object.
+    async def post(self, path: str, body: dict[str, Any], timeout_s: float) -> tuple[int, Any]:
+        """What the server answers, with its status; an empty dict for what is no JSON.
 
         Raises:
             ConfigError: The server refuses the key.
@@ -98,10 +104,9 @@ class ServerClient:
         if status in (401, 403, 404):
             raise self._refused(path, status, found)
         try:
-            answer = json.loads(found) if found.strip() else {}
+            return status, json.loads(found) if found.strip() else {}
         except ValueError:
-            answer = {"message": _short(found)}
-        return status, answer if isinstance(answer, dict) else {}
+            return status, {"message": _short(found)}
 
     async def status(self, path: str, timeout_s: float) -> int:
         """The status with which the server answers.
@@ -146,7 +151,7 @@ class ServerClient:
         """The error for a server that is not there, or that hung up."""
         why = "it closed the connection" if error is None else f"{type(error).__name__}: {error}"
         return WorkerDiedError(
-            f"the SGLang server at {self.url} has ended or cannot be reached: {why}",
+            f"{self.who} has ended or cannot be reached: {why}",
             fix="look at its log, start it again at this address, and repeat the call",
             url=self.url,
         )
@@ -211,19 +216,21 @@ class ServerClient:
     def _refused(self, path: str, status: int, found: bytes) -> ConfigError | PluginError:
         if status in (401, 403):
             return ConfigError(
-                f"the SGLang server at {self.url} refuses {path} ({status}): api_key is not valid",
-                fix="set api_key to the key that the server was started with (--api-key, or "
-                "--admin-api-key for refits)",
+                f"{self.who} refuses {path} ({status}): "
+                + ("api_key is not valid" if status == 401 else _short(found)),
+                fix="set api_key to the key that the server was started with, and start it with the "
+                "routes that its backend needs",
                 key="api_key",
             )
         if status == 404:
             return PluginError(
-                f"the server at {self.url} has no {path}",
-                fix="check that server_url is the address of an SGLang server",
+                f"{self.who} has no {path}",
+                fix=f"check that url is the address of a server of {self.engine}, started with the "
+                "routes that its backend needs",
                 url=self.url,
             )
         return PluginError(
-            f"the SGLang server at {self.url} answered {path} with {status}: {_short(found)}",
+            f"{self.who} answered {path} with {status}: {_short(found)}",
             fix="look at its log",
             url=self.url,
             status=status,
@@ -231,15 +238,15 @@ class ServerClient:
 
     def _nonsense(self, path: str, found: bytes) -> PluginError:
         return PluginError(
-            f"the server at {self.url} answered {path} as SGLang never does: {_short(found)}",
-            fix="check that server_url is the address of an SGLang server, and look at its log",
+            f"{self.who} answered {path} as {self.engine} never does: {_short(found)}",
+            fix=f"check that url is the address of a server of {self.engine}; look at its log",
             url=self.url,
         )
 
     def _late(self, what: str, seconds: float) -> DeadlineError:
         return DeadlineError(
-            f"the SGLang server at {self.url} did not answer {what} within {seconds:g} s",
-            fix="check whether it hangs; or raise connect_timeout_s (for refits load_timeout_s)",
+            f"{self.who} did not answer {what} within {seconds:g} s",
+            fix="check whether it hangs; or raise connect_timeout_s",
             url=self.url,
             seconds=seconds,
         )

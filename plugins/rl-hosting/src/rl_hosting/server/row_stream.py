@@ -1,4 +1,4 @@
-"""What a server says of one row, understood event by event; no I/O."""
+"""What a server answers for one row, read event by event; no I/O."""
 
 from __future__ import annotations
 
@@ -11,40 +11,35 @@ from rl_core.errors import ConfigError, PluginError
 
 if TYPE_CHECKING:
     from rl_backends.generation.rows import Row
-    from rl_sglang.server.checkpoint import Checkpoint
+    from rl_hosting.server.server import Server
 
 __all__ = ["RowStream"]
 
-#: Tokens after which a row that is cut here is looked at again: as many may be decoded in vain. A
-#: stream repeats all that came before, so that fewer would cost more.
+#: Tokens after which a row that may be ended here is looked at again: as many may be decoded in
+#: vain. An event of SGLang repeats all tokens before it, so that fewer would cost more.
 _LOOK_EVERY = 16
 
 
 class RowStream:
     """One row, from the request to its last token.
 
-    A row ends at the first token that is a stop token, or that completes a stop string. SGLang
-    itself ends one at the stop tokens that it is given and at those of its model, or, told
-    ``ignore_eos``, at none; so where the model's are not to end a row, it is cut here.
+    A row ends at the first token that is a stop token, or that completes a stop string. Where the
+    server would end it elsewhere, or does not know the strings, the row is ended here.
 
     Args:
         row: The row.
-        checkpoint: Of the model.
-        url: Of the server, for errors.
-        incremental: Whether an event has the new tokens alone.
+        server: Decodes it.
 
     Raises:
         ConfigError: It has stop strings, and there is no tokenizer.
     """
 
-    def __init__(self, row: Row, checkpoint: Checkpoint, url: str, *, incremental: bool) -> None:
+    def __init__(self, row: Row, server: Server) -> None:
         self._row = row
-        self._checkpoint = checkpoint
-        self._url = url
-        self._incremental = incremental
+        self._server = server
         self._ends = frozenset(row.sampling.stop_token_ids)
-        self._ends_by_itself = checkpoint.ends <= self._ends
         self._stops: StopStrings | None = None
+        checkpoint = server.checkpoint
         if row.stop_strings:
             if checkpoint.tokenizer is None:
                 raise ConfigError(
@@ -57,43 +52,17 @@ class RowStream:
         self._ids: list[int] = []
         self._logprobs: list[float] = []
         self._seen = 0
-        #: The server has said its last word.
+        #: The server sends no more.
         self.ended = False
 
-    def request(self, name: str, *, seeded: bool) -> dict[str, Any]:
-        """What ``/generate`` is to be asked.
+    def request(self, name: str) -> dict[str, Any]:
+        """The body of the request.
 
         Args:
             name: Of the row, at the server.
-            seeded: Whether the server draws from a row's seed.
         """
-        sampling, greedy = self._row.sampling, self._row.sampling.greedy
-        cut_here = self._stops is not None or not self._ends_by_itself
-        params = {
-            "temperature": 0.0 if greedy else sampling.temperature,
-            "top_k": -1 if greedy or not sampling.top_k else sampling.top_k,
-            "top_p": 1.0 if greedy else sampling.top_p,
-            "min_p": 0.0,
-            "frequency_penalty": 0.0,
-            "presence_penalty": 0.0,
-            "repetition_penalty": 1.0,
-            "min_new_tokens": 0,
-            "max_new_tokens": self._row.budget,
-            "stop": None,
-            "stop_token_ids": sorted(self._ends),
-            "ignore_eos": not self._ends_by_itself,
-            "n": 1,
-            "stream_interval": _LOOK_EVERY if cut_here else self._row.budget,
-        }
-        if seeded:  # without one, all rows of a deterministic server would draw alike
-            params["sampling_seed"] = self._row.seed
-        return {
-            "input_ids": list(self._row.token_ids),
-            "sampling_params": params,
-            "return_logprob": True,
-            "stream": True,
-            "rid": name,
-        }
+        ended_here = self._stops is not None or not self._server.ends_rows_itself(self._ends)
+        return self._server.request(self._row, name, look_every=_LOOK_EVERY if ended_here else None)
 
     def take(self, event: dict[str, Any]) -> tuple[Completion | None, set[str]]:
         """Takes an event.
@@ -102,7 +71,7 @@ class RowStream:
             The row if it is complete, and the labels of the weights that computed its tokens.
 
         Raises:
-            PluginError: The server refused the row, gave it up, or said what is no part of a row.
+            PluginError: The server refused the row, gave it up, or sent what is no part of a row.
         """
         if "error" in event:
             error = event["error"]
@@ -110,46 +79,40 @@ class RowStream:
                 f"refused a row: {error.get('message') if isinstance(error, dict) else error}"
             )
         try:
-            meta = event["meta_info"]
-            ids = [int(token) for token in event["output_ids"]]
-            logprobs = [float(one[0]) for one in meta["output_token_logprobs"]]
-            spans = meta.get("weight_versions") or []
-            versions = {str(meta["weight_version"]), *(str(one["version"]) for one in spans)}
-            reason = meta["finish_reason"]
-            kind = None if reason is None else reason["type"]
+            part = self._server.part(event)
         except (KeyError, TypeError, ValueError, IndexError) as error:
             raise self._fault(
                 f"sent a malformed part of a row: {type(error).__name__}: {error}"
             ) from error
-        self.ended = kind is not None
-        if kind == "abort":
+        self.ended = bool(part.reason)
+        if part.reason.startswith("abort"):
             raise self._fault(
-                f"aborted a row: {reason.get('message')}",
+                f"aborted a row: {part.reason}",
                 fix="look at its log; another client may abort all requests",
             )
-        self._ids = self._ids + ids if self._incremental else ids
-        self._logprobs = self._logprobs + logprobs if self._incremental else logprobs
+        self._ids = part.ids if part.whole else self._ids + part.ids
+        self._logprobs = part.logprobs if part.whole else self._logprobs + part.logprobs
         longest = min(len(self._ids), self._row.budget)
         for count in range(self._seen + 1, longest + 1):
             token = self._ids[count - 1]
             matched = self._stops is not None and self._stops.push(token)
             if matched or token in self._ends:
-                return self._completion(count, truncated=False), versions
+                return self._completion(count, truncated=False), part.labels
         self._seen = longest
-        if kind == "length":
-            return self._completion(longest, truncated=True), versions
-        if kind is not None:
+        if part.reason == "length":
+            return self._completion(longest, truncated=True), part.labels
+        if part.reason:
             raise self._fault(
                 f"ended a row at token {self._ids[-1] if self._ids else None}, which is not a stop "
-                f"token of this call: {reason}",
+                f"token of this call: {part.reason}",
                 fix="if it is a stop token of the server's checkpoint, copy that checkpoint's "
                 "generation_config.json to model_name; if the reason is NaN, check the weights",
             )
-        return None, versions
+        return None, part.labels
 
     def _completion(self, count: int, *, truncated: bool) -> Completion:
         ids, logprobs = self._ids[:count], self._logprobs[:count]
-        size = self._checkpoint.facts.vocab_size
+        size = self._server.checkpoint.facts.vocab_size
         if len(self._ids) != len(self._logprobs) or not all(0 <= token < size for token in ids):
             raise self._fault(
                 f"returned {len(self._ids)} tokens and {len(self._logprobs)} log-probs for a row, "
@@ -165,4 +128,5 @@ class RowStream:
         return Completion(self._row.key, ids, [min(0.0, one) for one in logprobs], truncated)
 
     def _fault(self, what: str, fix: str = "look at its log") -> PluginError:
-        return PluginError(f"the SGLang server at {self._url} {what}", fix=fix, url=self._url)
+        client = self._server.client
+        return PluginError(f"{client.who} {what}", fix=fix, url=client.url)

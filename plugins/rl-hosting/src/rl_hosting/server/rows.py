@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING, TypeAlias
 
 from rl_backends import Completion, FailedRow, RowEngine
 from rl_core.errors import DeadlineError, PluginError, RLError
-from rl_sglang.server.row_stream import RowStream
+from rl_hosting.server.row_stream import RowStream
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Sequence
 
     from rl_backends.generation.rows import Row
-    from rl_sglang.server.peer import Server
+    from rl_hosting.server.server import Server
 
 __all__ = ["ServerRows"]
 
@@ -48,8 +48,8 @@ class ServerRows(RowEngine):
         self._server = server
         self._client = server.client
         self._silence_s = silence_s
-        # SGLang aborts whatever has a name that begins with the one that is given: names are of
-        # one length, and nobody else's begin like these.
+        # SGLang aborts every row whose name begins with the one that it is given: names are of
+        # one length, and no other client's begin like these.
         self._names = secrets.token_hex(8)
         self._news: queue.SimpleQueue[_News] = queue.SimpleQueue()
         self._given_up: set[int] = set()  # of which an end may be on its way
@@ -126,22 +126,20 @@ class ServerRows(RowEngine):
         try:
             await asyncio.shield(confirmed)
             facts = self._server.facts
-            if len(row.token_ids) > facts.longest_prompt:  # SGLang keeps the last tokens to itself
+            if len(row.token_ids) > facts.longest_prompt:  # an engine may reserve some tokens
                 self._end(Completion(row.key, (), (), True))
                 return
-            decoded = RowStream(
-                row, self._server.checkpoint, self._client.url, incremental=facts.incremental
-            )
+            decoded = RowStream(row, self._server)
             if row.key not in self._tasks:  # it was given up while the server was looked at
                 return
-            request = decoded.request(self._name(row.key), seeded=facts.deterministic)
-            async with aclosing(self._client.events("/generate", request)) as events:
+            path, request = self._server.generate_path, decoded.request(self._name(row.key))
+            async with aclosing(self._client.events(path, request)) as events:
                 async for event in events:
                     self._heard = time.monotonic()
                     if row.key not in self._tasks:
                         continue  # until the server lets go
-                    done, versions = decoded.take(event)
-                    if others := versions - {self._server.counted_on.version}:
+                    done, labels = decoded.take(event)
+                    if others := labels - {self._server.counted_on.label}:
                         raise self._server.lost(min(others))
                     if done is None:
                         continue
@@ -155,9 +153,9 @@ class ServerRows(RowEngine):
             self._end(FailedRow(row.key, error))
         except Exception as error:
             failure = PluginError(
-                f"a row could not be decoded by the SGLang server at {self._client.url}: "
+                f"a row could not be decoded by {self._client.who}: "
                 f"{type(error).__name__}: {error}",
-                fix="report it to rl-sglang",
+                fix="report it to the author of the backend",
             )
             failure.__cause__ = error
             self._end(FailedRow(row.key, failure))
@@ -178,7 +176,7 @@ class ServerRows(RowEngine):
         end = time.monotonic() + _FORGET_S
         while not task.done() and time.monotonic() < end:
             with suppress(RLError):  # it is gone, and the row with it
-                await self._client.post("/abort_request", {"rid": self._name(key)}, _FORGET_S)
+                await self._server.abort(self._name(key), _FORGET_S)
             await asyncio.wait({task}, timeout=_AGAIN_S)
         task.cancel()
 
@@ -198,7 +196,7 @@ class ServerRows(RowEngine):
                 continue
             for key in list(self._tasks):
                 error = DeadlineError(
-                    f"the SGLang server at {self._client.url} gave no sign of life for "
+                    f"{self._client.who} gave no sign of life for "
                     f"{self._silence_s:g} s while it had rows to decode ({len(self._tasks)})",
                     fix="look at its log, or raise request_timeout_s",
                     url=self._client.url,

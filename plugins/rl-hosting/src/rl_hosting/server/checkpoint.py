@@ -11,14 +11,13 @@ from rl_backends.model_files import check_stop_strings, config_of, model_facts, 
 from rl_core.errors import ConfigError
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Mapping
 
     from rl_backends import ModelFacts
-    from rl_core.interfaces import TensorSpec
 
 __all__ = ["Checkpoint"]
 
-#: SGLang ends rows at it, too, where a tokenizer has it.
+#: Servers end rows at it, too, where a tokenizer has it.
 _END_OF_MESSAGE = "<|eom_id|>"
 
 
@@ -31,8 +30,7 @@ class Checkpoint:
         settings: Its configuration, as transformers reads it.
         tokenizer: Or None if it has none.
         facts: Limits and special tokens of the model.
-        ends: All tokens at which SGLang ends a row by itself.
-        trust: Whether code of the checkpoint may run.
+        ends: All tokens at which a server may end a row by itself.
     """
 
     directory: Path
@@ -40,30 +38,18 @@ class Checkpoint:
     tokenizer: Any
     facts: ModelFacts
     ends: frozenset[int]
-    trust: bool
 
     @property
-    def architectures(self) -> list[str]:
-        """Names of its classes."""
-        return list(self.settings.architectures or [])
-
-    @property
-    def model_type(self) -> str:
-        """The kind of model."""
-        return str(self.settings.model_type)
-
-    @property
-    def dtype(self) -> str:
-        """Of its weights, such as ``"bfloat16"``."""
-        found = getattr(self.settings.get_text_config(), "dtype", None)
-        return str(found or "float32").removeprefix("torch.")
+    def model(self) -> tuple[str, ...]:
+        """Names of its classes, and its type."""
+        return (*(self.settings.architectures or []), str(self.settings.model_type))
 
     @classmethod
     def load(cls, config: Mapping[str, Any]) -> Self:
         """Reads the files beside the weights.
 
         Args:
-            config: A checked :class:`~rl_sglang.server.config.SglangServerConfig`.
+            config: The checked configuration.
 
         Raises:
             ConfigError: There is no such directory, or a file in it cannot be read, or it names
@@ -117,12 +103,4 @@ class Checkpoint:
         }
         if tokenizer is not None and _END_OF_MESSAGE in (added := tokenizer.get_added_vocab()):
             ends.add(added[_END_OF_MESSAGE])
-        return cls(directory, settings, tokenizer, facts, frozenset(ends), trust)
-
-    def specs(self, dtype: str) -> Sequence[TensorSpec]:
-        """The tensors of the model, in a dtype."""
-        import torch
-
-        from rl_backends.engine.weights import CheckpointModel
-
-        return CheckpointModel(str(self.directory), getattr(torch, dtype), trust=self.trust).specs
+        return cls(directory, settings, tokenizer, facts, frozenset(ends))

@@ -1,4 +1,0 @@
-"""Generation by an SGLang server that is already running, and that somebody else started.
-
-Nothing here imports SGLang; it need not be installed where this runs.
-"""
