@@ -8,7 +8,7 @@ import pytest
 
 import rl_nemo
 from rl_core.config import check_config
-from rl_core.errors import ConfigError
+from rl_core.errors import CapabilityError, ConfigError
 from rl_hf.config import HuggingFacePolicyConfig
 from rl_megatron.config import MegatronPolicyConfig
 from rl_sglang.config import SglangConfig
@@ -68,6 +68,12 @@ POLICY: dict[str, Any] = {
         "top_p": 1.0,
         "top_k": None,
         "val_temperature": 0.8,
+        "val_top_p": 1.0,
+        "val_top_k": None,
+        "bad_words": [],
+        "port_range_low": 3000,
+        "port_range_high": 4999,
+        "use_async_rollouts": True,
         "stop_token_ids": None,
         "stop_strings": ["</s>"],
         "_pad_token_id": 0,
@@ -118,6 +124,9 @@ def test_a_policy() -> None:
         "scheduler",
     }
     assert "scheduler: [{" in str(made)
+    packing = {**POLICY["sequence_packing"], "microbatch_order": "largest_first"}
+    made = rl_nemo.policy_config({**POLICY, "sequence_packing": packing})
+    assert "sequence_packing.microbatch_order" not in made.dropped  # it is the order here
 
 
 def test_a_policy_on_megatron() -> None:
@@ -152,7 +161,7 @@ def test_an_engine() -> None:
     assert checked["logprobs_mode"] == "processed"
     assert checked["pad_token_id"] == 0
     assert checked["colocated"] == {"enabled": True}
-    assert set(made.dropped) == {"val_temperature", "vllm_cfg.use_tqdm"}
+    assert set(made.dropped) == {"port_range_low", "port_range_high", "vllm_cfg.use_tqdm"}
 
 
 def test_sglang() -> None:
@@ -191,5 +200,10 @@ def test_another_engine_in_its_place() -> None:
 def test_what_cannot_be_meant_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"exactly one of .* must be enabled"):
         rl_nemo.policy_config({**POLICY, "dtensor_cfg": {"enabled": False}})
+    with pytest.raises(CapabilityError, match=r"^router_replay is not supported"):
+        rl_nemo.policy_config({**POLICY, "router_replay": {"enabled": True}})
+    for key, value in (("bad_words", ["x"]), ("val_temperature", 0.1), ("val_top_k", 5)):
+        with pytest.raises(CapabilityError, match=f"^{key} is not supported"):
+            rl_nemo.generation_config({**POLICY["generation"], key: value})
     with pytest.raises(ConfigError, match="SGD"):
         rl_nemo.policy_config({**POLICY, "optimizer": {"name": "torch.optim.SGD"}})

@@ -20,6 +20,7 @@ from rl_core import create_generation, create_policy
 from rl_core.batch import BatchedDataDict
 from rl_core.errors import CapabilityError, ConfigError, DataError, LifecycleError
 from rl_core.futures import wait
+from rl_core.ports import free_port
 from rl_hosting import LocalCluster
 from rl_losses import DPOLossFn, GRPOLossFn, NLLLossFn
 from rl_ray import RayVirtualCluster
@@ -264,6 +265,33 @@ def test_what_only_their_backends_have_is_refused_by_name(make: Any) -> None:
         for method, arguments in calls.items():
             with pytest.raises(CapabilityError, match=f"^{method} is not supported"):
                 getattr(side, method)(*arguments)
+
+
+def test_their_arguments_have_their_places(make: Any) -> None:
+    policy, generation = make("policy"), make("generation")
+    rl_nemo.connect(policy, generation)
+    data, timer = sequences(), nemo_loops.Timer()
+    scores = [policy.get_logprobs(data, *more)["logprobs"] for more in [(timer,), (3, timer), ()]]
+    assert len(timer.times["get_logprobs"]) == 2
+    for other in scores[1:]:
+        torch.testing.assert_close(scores[0], other)
+    with pytest.raises(ConfigError, match="micro_batch_size"):
+        policy.get_logprobs(data, "2")
+    with pytest.raises(CapabilityError, match=r"^nccl_peer='vllm' is not supported"):
+        policy.init_collective("127.0.0.1", 1, 2, train_world_size=1, nccl_peer="vllm")
+
+
+def test_a_collective_of_their_own_peers(model: Path) -> None:
+    config = {"backend": "hf", "model_name": str(model)}
+    policy, generation = create_policy(config), create_generation(config)
+    synchronizer = rl_nemo.connect(policy, generation, transport="collective")
+    ranks: dict[str, Any] = {"ip": "127.0.0.1", "port": free_port(), "world_size": 2}
+    opening = policy.init_collective(**ranks, train_world_size=1, nccl_peer="nemo")
+    wait([*opening, *generation.init_collective(**ranks, train_world_size=1)], 60)
+    synchronizer.sync_weights()
+    assert synchronizer.report.transport == "collective"
+    generation.shutdown()
+    policy.shutdown()
 
 
 def test_an_axis_that_there_is_not_is_named(make: Any) -> None:

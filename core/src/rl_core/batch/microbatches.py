@@ -7,7 +7,7 @@ a packed sequence), for several shards in step.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any, NotRequired, TypeAlias, TypedDict
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NotRequired, TypeAlias, TypedDict
 
 import numpy as np
 import torch
@@ -60,6 +60,7 @@ class SequencePackingArgs(TypedDict):
         algorithm: See :data:`rl_core.batch.packing.ALGORITHMS`. Default
             ``"modified_first_fit_decreasing"``.
         seed: Of ``"first_fit_shuffle"``. Default 0.
+        microbatch_order: There is only one, from the fullest microbatch to the emptiest.
     """
 
     max_tokens_per_microbatch: Annotated[int, Range(ge=1)]
@@ -68,6 +69,7 @@ class SequencePackingArgs(TypedDict):
     input_lengths_key: NotRequired[str]
     algorithm: NotRequired[str]
     seed: NotRequired[Annotated[int, Range(ge=0)]]
+    microbatch_order: NotRequired[Literal["largest_first"]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,10 +114,8 @@ def planner(
             key="sequence_packing_args",
         )
     if sequence_packing_args is not None:
-        packing = check_config(
-            SequencePackingArgs, sequence_packing_args, what="sequence_packing_args"
-        )
-        return plan_packed, packing
+        packing: Any = sequence_packing_args
+        return plan_packed, check_config(SequencePackingArgs, packing, what="sequence_packing_args")
     given: Any = dynamic_batching_args
     return plan_dynamic, check_config(DynamicBatchingArgs, given, what="dynamic_batching_args")
 

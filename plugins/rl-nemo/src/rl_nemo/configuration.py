@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from rl_core.errors import ConfigError
+from rl_nemo.synchronizer import refuse
 
 __all__ = ["Translation", "generation_config", "policy_config"]
 
@@ -70,6 +71,10 @@ _POLICY: Table = {
     **_same("logprob_batch_size", "max_grad_norm"),
     "precision": ("torch_dtype", None),
     "generation.temperature": ("temperature", None),
+    "router_replay.enabled": (
+        "",
+        lambda given: given and refuse("router_replay", "no engine here returns routed_experts"),
+    ),
     **_same(
         "enabled",
         "train_mb_tokens",
@@ -109,9 +114,13 @@ _MEGATRON: Table = {
     "megatron_cfg.optimizer.weight_decay": ("optimizer.weight_decay", None),
     "megatron_cfg.optimizer.adam_eps": ("optimizer.eps", None),
 }
+#: Values of keys that have no place, at which nothing is lost.
+_AS_HERE = {"sequence_packing.microbatch_order": "largest_first"}
 #: By the section that enables it: the backend, and its table.
 _TRAINERS = {"dtensor_cfg": ("hf", _DTENSOR), "megatron_cfg": ("megatron", _MEGATRON)}
 
+#: Keys for training, which have twins for validation.
+_SAMPLING = ("temperature", "top_p", "top_k")
 _GENERATION: Table = {
     **_same(
         "backend",
@@ -126,6 +135,11 @@ _GENERATION: Table = {
     "_pad_token_id": ("pad_token_id", None),
     "colocated.enabled": ("colocated.enabled", None),
     "use_async_rollouts": ("", None),
+    "bad_words": (
+        "",
+        lambda given: given and refuse("bad_words", "no engine here leaves out words"),
+    ),
+    **{f"val_{key}": ("", None) for key in _SAMPLING},
 }
 _VLLM: Table = {
     "vllm_cfg.precision": ("vllm_cfg.dtype", None),
@@ -174,6 +188,7 @@ def policy_config(given: Mapping[str, Any], **more: Any) -> Translation:
 
     Raises:
         ConfigError: Both or neither of its trainers is enabled, or its optimizer is not offered.
+        CapabilityError: Router replay is enabled.
     """
     chosen = [section for section in _TRAINERS if (given.get(section) or {}).get("enabled")]
     if len(chosen) != 1:
@@ -200,7 +215,14 @@ def generation_config(given: Mapping[str, Any], **more: Any) -> Translation:
         **more: Keys of ours on top, such as ``model_name``, which theirs takes from the policy, or
             ``backend`` to use another engine; keys of the engine that is left are then dropped.
             Sections are merged: ``vllm_cfg={"python": ...}`` keeps what was translated.
+
+    Raises:
+        CapabilityError: Tokens would be sampled otherwise than the section says: it has
+            ``bad_words``, or values for validation that differ from those for training.
     """
+    for key in _SAMPLING:
+        if given.get(f"val_{key}", given.get(key)) != given.get(key):
+            refuse(f"val_{key}", f"validation samples with {key}, as training does")
     backend = str(more.get("backend", given.get("backend")))
     translated = _translate(given, {**_GENERATION, **_ENGINES.get(backend, {})})
     _merge(translated.config, more)
@@ -220,7 +242,7 @@ def _translate(given: Mapping[str, Any], table: Table) -> Translation:
                     _put(result.config, ours, made)
             elif isinstance(value, Mapping):
                 visit(value, f"{name}.")
-            elif value is not None and value is not False and value != []:
+            elif value is not False and value not in (None, [], _AS_HERE.get(name)):
                 result.dropped[name] = value
 
     visit(given, "")

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from contextlib import nullcontext
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from rl_core import refit
 from rl_core.errors import CapabilityError, LifecycleError
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
 
     from rl_core.interfaces import ColocatablePolicyInterface, GenerationInterface, Timer
     from rl_core.weights import RefitReport
@@ -43,8 +43,9 @@ def connect(
     Gives the engine what these loops call and no other does: ``weight_synchronizer``, for every
     refit, ``blocks_training`` and ``wake_carries_weight_updates``, and metrics, of which there are
     none. Lets ``generation.cfg`` declare that rollouts may be asynchronous, which the loops look up
-    by the backend's name. What NeMo RL's own engines and policies have besides raises a
-    CapabilityError that names it, but for the policy's ``offload_to_cpu``.
+    by the backend's name. The policy's ``get_logprobs`` takes a timer as its second argument, too,
+    and its ``init_collective`` takes ``nccl_peer``. What NeMo RL's own engines and policies have
+    besides raises a CapabilityError that names it, but for the policy's ``offload_to_cpu``.
 
     Args:
         policy: The trainer, embedded or on a cluster.
@@ -62,6 +63,8 @@ def connect(
     engine.get_logger_metrics = engine.clear_logger_metrics = dict
     trainer: Any = policy
     trainer.offload_to_cpu = trainer.finish_training
+    trainer.get_logprobs = partial(get_logprobs, trainer.get_logprobs)
+    trainer.init_collective = partial(init_collective, trainer.init_collective)
     for side, refused in ((engine, _REFUSED_OF_ENGINES), (trainer, _REFUSED_OF_POLICIES)):
         for method, why in refused.items():
             setattr(side, method, partial(refuse, method, why))
@@ -70,13 +73,29 @@ def connect(
     return synchronizer
 
 
-def refuse(method: str, why: str, *_: Any, **__: Any) -> None:
-    """Raises a CapabilityError that names a method of NeMo RL's."""
+def refuse(name: str, why: str, *_: Any, **__: Any) -> NoReturn:
+    """Raises a CapabilityError that names a method, an argument or a key of NeMo RL's."""
     raise CapabilityError(
-        f"{method} is not supported: {why}",
-        fix="use a loop or a configuration of NeMo RL that does not call it",
-        capability=method,
+        f"{name} is not supported: {why}",
+        fix="use a loop or a configuration of NeMo RL that does without it",
+        capability=name,
     )
+
+
+def get_logprobs(of_policy: Callable[..., Any], data: Any, *more: Any, **named: Any) -> Any:
+    """A policy's ``get_logprobs``, with a timer also where ``micro_batch_size`` has its place."""
+    if more and hasattr(more[0], "time"):
+        more = (None, *more)
+    return of_policy(data, *more, **named)
+
+
+def init_collective(
+    of_policy: Callable[..., Any], *where: Any, nccl_peer: str = "nemo", **named: Any
+) -> Any:
+    """A policy's ``init_collective``, for peers that join as NeMo RL's own do."""
+    if nccl_peer != "nemo":
+        refuse(f"nccl_peer={nccl_peer!r}", _BY_THE_SYNCHRONIZER)
+    return of_policy(*where, **named)
 
 
 class RefitSynchronizer:
