@@ -32,10 +32,10 @@ from rl_core.interfaces import specs
 from rl_core.interfaces.constraints import Range, Unsupported
 from rl_core.weights.options import SendOptions
 from rl_hf import config as hf
+from rl_hosting.server.config import ServerConfig
 from rl_losses import DPOLossFn, GRPOLossFn, NLLLossFn, TopkKLLossFn
 from rl_megatron.config import MegatronPolicyConfig
 from rl_sglang.config import SglangConfig, SglangEngineConfig
-from rl_sglang.server.config import SglangServerConfig
 from rl_train import config as train
 from rl_vllm.config import VllmConfig, VllmEngineConfig
 
@@ -90,7 +90,7 @@ SECTIONS: list[tuple[str, str, str, tuple[type, ...]]] = [
     ("LoRA", "hf", "lora.", (hf.LoraConfig,)),
     ("Loading a checkpoint: Hugging Face", "hf (policy and generation)", "", MODEL),
     ("Policy: Megatron", "megatron", "", (MegatronPolicyConfig,)),
-    ("Generation", "hf, vllm, sglang, sglang-server", "", (specs.GenerationConfig,)),
+    ("Generation", "hf, vllm, sglang, vllm-server, sglang-server", "", (specs.GenerationConfig,)),
     ("Sharing a device", "hf, vllm, sglang", "colocated.", (specs.ColocationConfig,)),
     ("Generation: Hugging Face", "hf", "", (hf.HuggingFaceGenerationConfig,)),
     ("Generation: vLLM", "vllm", "", (VllmConfig,)),
@@ -103,7 +103,7 @@ SECTIONS: list[tuple[str, str, str, tuple[type, ...]]] = [
         "vllm_cfg.lora.",
         (EngineLoraConfig,),
     ),
-    ("Generation: a running SGLang server", "sglang-server", "", (SglangServerConfig,)),
+    ("Generation: a running server", "vllm-server, sglang-server", "", (ServerConfig,)),
     ("Options of refit()", "all", "", (SendOptions,)),
     ("GRPOLossFn", "all policies", "", (GRPOLossFn,)),
     ("DPOLossFn", "all policies", "", (DPOLossFn,)),

@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 
 __all__ = ["WorkerRefits"]
 
-#: Set to 1 where a shared engine runs, lets its clients put faults into it, as the conformance suite
-#: does: call functions beside the weights, and write weights without a refit.
+#: Variable which, set to 1 where a shared engine runs, lets its clients call functions beside the
+#: weights, and write weights without a refit: so the conformance suite puts faults into engines.
 FAULTS = "RL_SERVER_FAULTS"
 #: How many refits that are over are kept for a driver that has not fetched their results.
 _KEPT = 64

@@ -148,10 +148,10 @@ def _update(
         if refitted:
             [hold.label] = labels
             core.set_weight_version(hold.label)
-        if method == "finish_weight_update" and error is None:
-            _release(core)
-        elif (error is not None and hold.before is not None) or (
-            method == _FRAME and (refitted or healed)
+        if (
+            (method == "finish_weight_update" and error is None)
+            or (error is not None and hold.before is not None)
+            or (method == _FRAME and (refitted or healed))
         ):
             _release(core)
     if error is not None:

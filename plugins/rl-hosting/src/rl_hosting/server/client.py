@@ -218,8 +218,7 @@ class ServerClient:
             return ConfigError(
                 f"{self.who} refuses {path} ({status}): "
                 + ("api_key is not valid" if status == 401 else _short(found)),
-                fix="set api_key to the key that the server was started with, and start it with the "
-                "routes that its backend needs",
+                fix="set api_key to the server's key; start it with the routes that this backend needs",
                 key="api_key",
             )
         if status == 404:

@@ -1,4 +1,4 @@
-"""One server that somebody else started: what it serves, with which weights, and how it is asked."""
+"""One server that somebody else started: what it serves, its weights, and its routes."""
 
 from __future__ import annotations
 
