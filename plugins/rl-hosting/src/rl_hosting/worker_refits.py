@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import threading
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +15,6 @@ from rl_hosting._messages import Reply, Request, decode, encode, error_reply
 from rl_hosting.cluster.remote_error import encode_error
 
 if TYPE_CHECKING:
-    import concurrent.futures
     from collections.abc import Callable
 
     from rl_core.interfaces import WeightSink
@@ -62,10 +62,13 @@ class WorkerRefits:
     Args:
         sink: Makes the sink of a refit, over this worker's part of the model.
         name: Of the worker, for errors.
+        shared: The engine has clients that hold no lock of ours, and drivers come and go:
+            :meth:`grant` waits until the refit is over, and :meth:`close` is not for good.
     """
 
-    def __init__(self, sink: Callable[[], WeightSink], name: str) -> None:
+    def __init__(self, sink: Callable[[], WeightSink], name: str, *, shared: bool = False) -> None:
         self.name = name
+        self._shared = shared
         self._sink = sink
         self._news = threading.Event()
         self._receiver = RefitReceiver(sink, name=name, lock=threading.Lock())
@@ -95,7 +98,7 @@ class WorkerRefits:
             "state": self.state,
             "release_weights": self._receiver.release_weights,
             "dropped": self.dropped,
-            "close": self._receiver.close,
+            "close": self.close,
             "specs": self.specs,
             "read": self.read,
             "write": self.write,
@@ -122,8 +125,14 @@ class WorkerRefits:
         self._begin(key, self._receiver.receive(lock=lease, **how))
 
     def grant(self, key: str) -> None:
-        """The driver holds the engine's lock for this refit, until :meth:`done` reports its end."""
+        """The driver holds the engine's lock for this refit, until :meth:`done` reports its end.
+
+        In a shared engine, this call is what keeps it from generating: it waits for that end, which
+        comes with the refit's own deadline at the latest.
+        """
         self._leases[key].grant()
+        if self._shared:
+            concurrent.futures.wait([self._futures[key]])
 
     def open(self, key: str, transport: str, deadline_s: float, address: dict[str, Any]) -> None:
         """Begins to connect to the sender; :meth:`done` returns whether it did."""
@@ -153,6 +162,14 @@ class WorkerRefits:
         if error is not None:  # the driver raises it when all workers are done
             return {"done": True, "error": encode_error(error, self.name), **self.state()}
         return {"done": True, "result": future.result(), **self.state()}
+
+    def close(self) -> None:
+        """Ends every refit; in a shared engine only those that may, and others can follow."""
+        if not self._shared:
+            self._receiver.close()
+            return
+        for job in list(self._receiver.jobs):
+            job.cancel()
 
     def dropped(self) -> dict[str, Any]:
         """The engine freed its weights: it is torn until all of them are sent."""
