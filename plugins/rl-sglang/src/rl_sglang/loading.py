@@ -75,7 +75,7 @@ def find_derived(model: nn.Module) -> DerivedTensors | None:
 
 
 def watch_loading() -> None:
-    """Wraps SGLang's loaders, so that their steps are seen; before a model is loaded. Idempotent."""
+    """Wraps SGLang's loaders, so that their steps are seen; before a model is loaded, once."""
     from sglang.srt.model_loader import loader
 
     if vars(loader).setdefault("_rl_watched", False):
