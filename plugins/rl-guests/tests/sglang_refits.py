@@ -21,13 +21,14 @@ import urllib.request
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
-from transformers import AutoModelForCausalLM
 
-from rl_conformance.faults import at_the_first_bucket
 from rl_core import create_policy, refit
 from rl_core.weights.engine_lock import EngineLock
+from rl_core.weights.protocol.frames import Channel
+from rl_core.weights.protocol.messages import BucketReady
 from rl_hosting._remote_receiver import RemoteReceiver
 
 START_S, DEADLINE_S, TOKENS = 400.0, 30.0, 16
@@ -168,13 +169,22 @@ def policy_of(model: str) -> Any:
 
 
 def trainer_that_is_killed(model: str, server: Any, tp: int) -> None:
-    """A refit in a process of its own, which ends when a part of the weights is on its way."""
+    """A refit in a process of its own, which ends when a part of the weights was written."""
     policy = policy_of(model)
     change(policy.model, 5)
-    beginning = Server.__new__(Server)
-    beginning.name, beginning.url, beginning.tp = "the server", server, tp
-    with at_the_first_bucket(lambda: os.kill(os.getpid(), signal.SIGKILL)):
-        refit(policy, Engine(beginning), deadline_s=DEADLINE_S, bucket_bytes=1 << 16)
+    there = Server.__new__(Server)
+    there.name, there.url, there.tp = "the server", server, tp
+    encode, sent = Channel.encode, []
+
+    def killing(channel: Channel, message: object) -> bytes:
+        sent.append(isinstance(message, BucketReady))
+        if sum(sent) == 8:
+            time.sleep(0.5)  # those before are written
+            os.kill(os.getpid(), signal.SIGKILL)
+        return encode(channel, message)
+
+    with mock.patch.object(Channel, "encode", killing):
+        refit(policy, Engine(there), deadline_s=DEADLINE_S, bucket_bytes=1 << 15)
 
 
 def scenarios(server: Server, path: str) -> dict[str, Any]:
@@ -241,25 +251,30 @@ def scenarios(server: Server, path: str) -> dict[str, Any]:
     context = multiprocessing.get_context("spawn")
     killed = context.Process(target=trainer_that_is_killed, args=(path, server.url, server.tp))
     rows: list[Any] = []
-    thread = threading.Thread(
-        target=lambda: rows.extend(server.generate(PROMPTS[1], 200) for _ in range(100))
-    )
+    over = threading.Event()
+
+    def generate_on() -> None:
+        while not over.is_set():
+            rows.append(server.generate(PROMPTS[1], 200))
+
+    thread = threading.Thread(target=generate_on)
     killed.start()
     thread.start()
     killed.join(120)
     end = time.monotonic() + DEADLINE_S
     while "status" not in (refused := server.generate(PROMPTS[0])) and time.monotonic() < end:
         time.sleep(0.1)
-    again = server.generate(PROMPTS[1])
+    over.set()
     thread.join(120)
+    healthy = server.post("/set_internal_state", {"server_args": {"pp_max_micro_batch_size": 8}})
     change(policy.model, 10)
     later = Engine(server)
     refit(policy, later, deadline_s=DEADLINE_S)
     found["a_killed_trainer"] = {
         "exit": killed.exitcode,
         "refused": refused,
-        "again": again,
-        "others": [row.get("text", "whole") if "status" in row else "whole" for row in rows],
+        "other_bodies": healthy,
+        "running": [row for row in rows if "status" in row],
         "difference": difference(server, policy.model),
     }
     policy.shutdown()

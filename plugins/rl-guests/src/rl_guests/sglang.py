@@ -23,7 +23,7 @@ import msgspec
 import torch
 from torch import distributed
 
-from rl_core.errors import CapabilityError, WeightsTornError
+from rl_core.errors import CapabilityError
 from rl_hosting import WorkerRefits
 
 if TYPE_CHECKING:
@@ -150,21 +150,16 @@ class Refits(WorkerRefits):
         found: list[Any] = [mine] * distributed.get_world_size(group)
         distributed.all_gather_object(found, mine, group=group)
         weights = {(state["version"], state["origin"]) for _, state in found}
-        text = ""
+        why = ""
         if any(state["torn"] for _, state in found) or len(weights) > 1:
-            text = "the last refit failed, and left a part of the weights new"
+            why = "the last refit failed, and left a part of the weights new"
         elif self._held and not self._flush():
-            text = "keys and values of the weights before the last refit could not be dropped"
-        elif not self._held and self.why_not:
-            return [answer for answer, _ in found]  # until a refit succeeds
-        fix = "refit again; the server needs no restart"
-        self.why_not = str(WeightsTornError(f"SGLang takes no request: {text}", fix=fix))
-        if text:
-            self._scheduler.abort_request(
-                AbortReq(abort_all=True, finished_reason=_finish(self.why_not))
-            )
-        else:
-            self.why_not = ""
+            why = "keys and values of the weights before the last refit could not be dropped"
+        if why or self._held:
+            self.why_not = why and f"SGLang takes no request: {why}. Refit again; no restart is due"
+        if why:
+            everything = AbortReq(abort_all=True, finished_reason=_finish(self.why_not))
+            self._scheduler.abort_request(everything)
         if self._held and not self._paused_before:
             self._scheduler.continue_generation(ContinueGenerationReqInput(torch_empty_cache=False))
         self._held = False
