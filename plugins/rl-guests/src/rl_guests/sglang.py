@@ -170,18 +170,15 @@ class Refits(WorkerRefits):
         self._hold()
         super().grant(key)
 
-    def write(self, name: str, offset: int, data: bytes) -> None:
-        """See :meth:`WorkerRefits.write`."""
-        self._hold()
-        super().write(name, offset, data)
-
-    def call(self, function: str, arguments: dict[str, Any]) -> Any:
-        """Refused: a client of a server names no code to be run in it."""
+    def call(self, *_: Any, **__: Any) -> Any:
+        """Refused: a client of a server names no code to run in it, and nothing to write to."""
         raise CapabilityError(
-            f"{self.name} calls no functions for its clients: {function}",
+            f"{self.name} takes refits from its clients, and no other calls",
             fix="start the engine with the backend sglang",
             capability="call_in_workers",
         )
+
+    write = call
 
     def _hold(self) -> None:
         """Has running requests wait, as new ones do; their keys and values are computed again."""
