@@ -26,6 +26,7 @@ from unittest import mock
 import torch
 
 from rl_core import create_policy, refit
+from rl_core.errors import LifecycleError
 from rl_core.weights.engine_lock import EngineLock
 from rl_core.weights.protocol.frames import Channel
 from rl_core.weights.protocol.messages import BucketReady
@@ -244,6 +245,16 @@ def scenarios(server: Server, path: str) -> dict[str, Any]:
     server.post("/continue_generation", {})
     thread.join(60)
     found["a_pause_of_the_user"] = {"paused": paused, "difference": waits[0]}
+
+    server.post("/release_memory_occupation", {"tags": ["weights"]})
+    error = ""
+    try:
+        refit(policy, engine, deadline_s=DEADLINE_S)
+    except LifecycleError as caught:
+        error = str(caught)
+    server.post("/resume_memory_occupation", {"tags": ["weights"]})
+    refit(policy, engine, deadline_s=DEADLINE_S)
+    found["released_memory"] = {"error": error, "difference": difference(server, policy.model)}
 
     frame = b"\x94\xa7request\xa4call\x82\xa8function\xa2os\xa9arguments\x80\x00"
     found["code_of_a_client"] = server.call("", 5, call=frame)[0].decode(errors="replace")

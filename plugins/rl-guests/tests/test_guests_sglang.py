@@ -68,6 +68,12 @@ def test_a_pause_of_the_user_lasts(found):
     assert it["difference"] < CLOSE
 
 
+def test_weights_whose_memory_is_released_are_not_written(found):
+    it = found["released_memory"]
+    assert "has released the memory of its weights" in it["error"]
+    assert it["difference"] < CLOSE
+
+
 def test_what_is_no_refit_is_answered_as_by_sglang(found):
     assert found["other_bodies"] == [[True], [False], [False], [False]]
 

@@ -23,7 +23,7 @@ import msgspec
 import torch
 from torch import distributed
 
-from rl_core.errors import CapabilityError
+from rl_core.errors import CapabilityError, LifecycleError
 from rl_hosting import WorkerRefits
 
 if TYPE_CHECKING:
@@ -167,6 +167,7 @@ class Refits(WorkerRefits):
 
     def grant(self, key: str) -> None:
         """See :meth:`WorkerRefits.grant`: nothing is computed before it returns."""
+        self._check_memory()
         self._hold()
         super().grant(key)
 
@@ -197,6 +198,14 @@ class Refits(WorkerRefits):
         finally:
             grammars.grammar_queue = waiting
 
+    def _check_memory(self) -> None:
+        """Makes sure that there are weights to write to."""
+        if "weights" in self._scheduler.weight_updater.offload_tags:
+            raise LifecycleError(
+                f"{self.name} has released the memory of its weights",
+                fix="call /resume_memory_occupation first",
+            )
+
     @cached_property
     def _weights(self) -> EngineWeights:
         from rl_sglang.probes import find_differences
@@ -211,6 +220,7 @@ class Refits(WorkerRefits):
 
         from rl_sglang.weights import ModelSink
 
+        self._check_memory()
         if get_parallel().pp_size > 1 or get_parallel().attn_dp_enabled:
             raise CapabilityError(
                 "SGLang with pipeline stages, or with data-parallel attention, takes no refit",
