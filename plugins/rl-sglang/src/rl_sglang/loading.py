@@ -75,9 +75,12 @@ def find_derived(model: nn.Module) -> DerivedTensors | None:
 
 
 def watch_loading() -> None:
-    """Wraps SGLang's loaders, so that their steps are seen; before a model is loaded."""
+    """Wraps SGLang's loaders, so that their steps are seen; before a model is loaded, once."""
     from sglang.srt.model_loader import loader
 
+    if vars(loader).setdefault("_rl_watched", False):
+        return
+    loader._rl_watched = True
     make, fill = loader._initialize_model, loader.initialize_dummy_weights
     load_weights = loader.DefaultModelLoader.load_weights_only
 

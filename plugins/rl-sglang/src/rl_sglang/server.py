@@ -103,8 +103,6 @@ class SglangServer(Server):
             refits = f"it is quantised with {server.quantization}"
         elif server.weight_cache_mode != "off":
             refits = f"its weights are in a cache (weight_cache_mode {server.weight_cache_mode})"
-        elif server.dp_size > 1:
-            refits = "it has several engines (data parallel), which was never tested"
         self._deterministic = server.enable_deterministic_inference
         self._incremental = server.incremental_streaming_output
         why = _unusable(model, server)
@@ -116,7 +114,7 @@ class SglangServer(Server):
             model=(*(model.architectures or []), model.model_type or ""),
             longest_prompt=server.max_req_input_len - 1,
             longest_row=server.max_req_input_len + _BEYOND_PROMPT,
-            workers=server.tp_size,
+            workers=server.tp_size * server.dp_size,
             without_seeds=""
             if self._deterministic
             else "does not sample deterministically (--enable-deterministic-inference)",
@@ -249,10 +247,9 @@ class SglangServer(Server):
         """See :meth:`Server.call_workers`: by the plugin of rl-guests in the server."""
         body = {"server_args": {"rl_refit": 1}, "rid": frame}
         status, answer = await self.client.post("/set_internal_state", body, timeout_s)
-        try:
-            [replica] = answer
-            found: list[str] = replica["rl_refit"]
-        except (TypeError, ValueError, KeyError):
+        try:  # of each data-parallel replica, the answers of its ranks
+            return [one for replica in answer for one in replica["rl_refit"]]
+        except (TypeError, KeyError):
             raise CapabilityError(
                 f"{self.client.who} takes no refit: it did not pass a call to its schedulers "
                 f"({status}): {answer}",
@@ -260,7 +257,6 @@ class SglangServer(Server):
                 "SGLANG_PLUGINS, or with rl_core among them",
                 capability="refit",
             ) from None
-        return found
 
     async def set_label(self, label: str) -> None:
         """See :meth:`Server.set_label`."""

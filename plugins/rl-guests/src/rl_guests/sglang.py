@@ -1,0 +1,220 @@
+"""Verified refits of a stock SGLang server: its entry point ``sglang.srt.plugins``.
+
+Frames of a driver come by SGLang's own route ``POST /set_internal_state``, as
+``{"server_args": {"rl_refit": 1}, "rid": "<a frame in base64>"}``: of that body SGLang hands only a
+``rid`` on that is text. The answer is ``[{"rl_refit": ["<a reply in base64>", ...]}, ...]``: for
+each data-parallel replica, the replies of its schedulers in the order of their ranks. A server
+without this plugin answers ``[false]``, and so does this one if the frame cannot be read.
+
+SGLang broadcasts such a request to all schedulers of a replica, between two of their steps. The one
+that lets a refit write is answered when the refit is over, so that nothing is generated meanwhile.
+"""
+
+from __future__ import annotations
+
+import base64
+import os
+import pkgutil
+import sys
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import torch
+from torch import distributed
+
+from rl_core.errors import CapabilityError, LifecycleError
+from rl_hosting import WorkerRefits
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from rl_core.interfaces import WeightSink
+    from rl_sglang.weights import EngineWeights
+
+__all__ = ["KEY", "register"]
+
+#: What marks our requests and answers on SGLang's route.
+KEY = "rl_refit"
+
+_SCHEDULER = "sglang.srt.managers.scheduler"
+_TOKENIZER = "sglang.srt.managers.tokenizer_control_mixin"
+#: What is called of SGLang's scheduler: without one of these, nothing is joined.
+_CALLED = "pause_generation continue_generation flush_cache abort_request send_abort_output"
+
+
+def register() -> None:
+    """Joins SGLang, in each process of a server; nothing changes for others before a refit comes.
+
+    Raises:
+        AttributeError: This SGLang lacks what is joined. It logs that, and goes on without.
+    """
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    hooks: dict[str, Callable[..., Any]] = {}
+    if _SCHEDULER in sys.modules:  # a scheduler's process has it before SGLang loads plugins
+        hooks[f"{_SCHEDULER}.Scheduler.__init__"] = watch_and_init
+        hooks[f"{_SCHEDULER}.Scheduler.set_internal_state"] = answer_in_scheduler
+        hooks[f"{_SCHEDULER}.Scheduler._add_request_to_queue"] = add_or_refuse
+        for name in _CALLED.split():
+            pkgutil.resolve_name(f"{_SCHEDULER}.Scheduler.{name}")
+    if _SCHEDULER not in sys.modules or _TOKENIZER in sys.modules:
+        hooks[f"{_TOKENIZER}.TokenizerControlMixin.set_internal_state"] = answer_client
+    for target in hooks:
+        pkgutil.resolve_name(target)
+    for target, hook in hooks.items():
+        HookRegistry.register(target, hook, HookType.AROUND)
+
+
+async def answer_client(set_state: Callable[..., Any], manager: Any, request: Any) -> Any:
+    """Returns what the schedulers answered; in the process of the HTTP server."""
+    if KEY not in request.server_args:
+        return await set_state(manager, request)
+    manager.auto_create_handle_loop()
+    replies = await manager.set_internal_state_communicator(request)
+    return [{KEY: one.rid.split(",")} if one.updated else False for one in replies]
+
+
+def watch_and_init(init: Callable[..., None], scheduler: Any, *args: Any, **kwargs: Any) -> None:
+    """Watches how the scheduler's part of the model is loaded."""
+    from rl_sglang.loading import watch_loading
+
+    watch_loading()
+    scheduler.rl_refits = Refits(scheduler)
+    init(scheduler, *args, **kwargs)
+
+
+def answer_in_scheduler(set_state: Callable[..., Any], scheduler: Any, request: Any) -> Any:
+    """Answers a frame; all schedulers of a replica are in here at the same time."""
+    from sglang.srt.managers.io_struct import SetInternalStateReqOutput
+
+    if KEY not in request.server_args:
+        return set_state(scheduler, request)
+    try:
+        answers = scheduler.rl_refits.answer_together(base64.b64decode(request.rid or ""))
+    except (ValueError, msgspec.MsgspecError):  # no frame, which all of them find
+        return SetInternalStateReqOutput(updated=False)
+    text = ",".join(base64.b64encode(answer).decode() for answer in answers)
+    return SetInternalStateReqOutput(updated=True, rid=text)
+
+
+def add_or_refuse(
+    add: Callable[..., None], scheduler: Any, request: Any, *args: Any, **kwargs: Any
+) -> None:
+    """Takes no request while the weights are torn."""
+    from sglang.srt.managers.io_struct import AbortReq
+
+    if not (why := scheduler.rl_refits.why_not):
+        add(scheduler, request, *args, **kwargs)
+        return
+    scheduler._release_aborted_request(request)
+    scheduler.send_abort_output(AbortReq(rid=request.rid, finished_reason=_finish(why)), request)
+
+
+def _finish(why: str) -> dict[str, Any]:
+    """How SGLang ends a request that it refuses."""
+    return {"type": "abort", "status_code": 503, "message": why}
+
+
+class Refits(WorkerRefits):
+    """The receiver of refits in a scheduler, which stands still while one writes.
+
+    Args:
+        scheduler: SGLang's.
+
+    Attributes:
+        why_not: Why the scheduler takes no request; empty if it does.
+    """
+
+    def __init__(self, scheduler: Any) -> None:
+        super().__init__(self._make_sink, f"SGLang scheduler (pid {os.getpid()})", shared=True)
+        self._scheduler = scheduler
+        self._held = self._paused_before = False
+        self.why_not = ""
+
+    def answer_together(self, frame: bytes) -> list[bytes]:
+        """Answers a frame, and lets the scheduler go on as the ranks together find their weights.
+
+        Returns:
+            The answers of all ranks.
+
+        Raises:
+            MsgspecError: It is no frame.
+        """
+        from sglang.srt.managers.io_struct import AbortReq, ContinueGenerationReqInput
+        from sglang.srt.runtime_context import get_parallel
+
+        with torch.inference_mode(False):  # or tensors made here could not be written elsewhere
+            mine = self.answer_frame(frame), self.state()
+        group = get_parallel().tp_group.cpu_group
+        found: list[Any] = [mine] * distributed.get_world_size(group)
+        distributed.all_gather_object(found, mine, group=group)
+        weights = {(state["version"], state["origin"]) for _, state in found}
+        why = ""
+        if any(state["torn"] for _, state in found) or len(weights) > 1:
+            why = "the last refit failed, and left a part of the weights new"
+        elif self._held and not self._flush():
+            why = "keys and values of the weights before the last refit could not be dropped"
+        if why or self._held:
+            self.why_not = why and f"SGLang takes no request: {why}. Refit again; no restart is due"
+        if why:
+            everything = AbortReq(abort_all=True, finished_reason=_finish(self.why_not))
+            self._scheduler.abort_request(everything)
+        if self._held and not self._paused_before:
+            self._scheduler.continue_generation(ContinueGenerationReqInput(torch_empty_cache=False))
+        self._held = False
+        return [answer for answer, _ in found]
+
+    def grant(self, key: str) -> None:
+        """See :meth:`WorkerRefits.grant`: nothing is computed before it returns."""
+        self._check_memory()
+        self._hold()
+        super().grant(key)
+
+    def _hold(self) -> None:
+        """Has running requests wait, as new ones do; their keys and values are computed again."""
+        from sglang.srt.managers.io_struct import PauseGenerationReqInput
+
+        self._held, self._paused_before = True, self._scheduler._engine_paused
+        self._scheduler.pause_generation(PauseGenerationReqInput(mode="retract"))
+        self._scheduler.device_module.synchronize()
+
+    def _flush(self) -> bool:
+        """Drops what is cached; requests that wait for a grammar have nothing there."""
+        grammars = self._scheduler.grammar_manager
+        waiting, grammars.grammar_queue = grammars.grammar_queue, []
+        try:
+            return bool(self._scheduler.flush_cache())
+        finally:
+            grammars.grammar_queue = waiting
+
+    def _check_memory(self) -> None:
+        """Makes sure that there are weights to write to."""
+        if "weights" in self._scheduler.weight_updater.offload_tags:
+            raise LifecycleError(
+                f"{self.name} has released the memory of its weights",
+                fix="call /resume_memory_occupation first",
+            )
+
+    @cached_property
+    def _weights(self) -> EngineWeights:
+        from rl_sglang.probes import find_differences
+        from rl_sglang.weights import EngineWeights, checkpoint_of
+
+        runner = self._scheduler.tp_worker.model_runner
+        checkpoint = checkpoint_of(runner)
+        return EngineWeights(runner, checkpoint, find_differences(runner, checkpoint))
+
+    def _make_sink(self) -> WeightSink:
+        from sglang.srt.runtime_context import get_parallel
+
+        from rl_sglang.weights import ModelSink
+
+        self._check_memory()
+        if get_parallel().pp_size > 1 or get_parallel().attn_dp_enabled:
+            raise CapabilityError(
+                "SGLang with pipeline stages, or with data-parallel attention, takes no refit",
+                fix="start the server without --pp-size and --enable-dp-attention",
+                capability="refit",
+            )
+        return ModelSink(self._weights)
