@@ -256,11 +256,12 @@ def changed(policy: Any, amount: float) -> None:
             tensor.add_(torch.randn(tensor.shape, generator=generator), alpha=amount)
 
 
+@pytest.mark.filterwarnings("ignore:.* had version:rl_core.errors.LoopWarning")
 def test_refits_reach_the_server(pair: Any, server: RealServer) -> None:
     ours, theirs = pair(max_new_tokens=24)
     policy = create_policy({"backend": "hf", "model_name": str(server.model)})
     before = ours.generate(prompts(*ROWS), greedy=True)
-    for options in ({}, {"mode": "packed"}, {"delta": True}, {"verify": "none"}):
+    for options in ({}, {"mode": "packed"}, {"delta": True}, {"verify": "installed"}):
         changed(policy, 0.03)
         print(refit(policy, ours, **options))
         refit(policy, theirs)
@@ -272,6 +273,7 @@ def test_refits_reach_the_server(pair: Any, server: RealServer) -> None:
     policy.shutdown()
 
 
+@pytest.mark.filterwarnings("ignore:.* had version:rl_core.errors.LoopWarning")
 def test_later_client_waits_for_a_refit_of_its_own(server: RealServer) -> None:
     first, policy = connected(server, max_new_tokens=2), None
     policy = create_policy({"backend": "hf", "model_name": str(server.model)})

@@ -239,6 +239,11 @@ class Context:
 
     # -- backends --------------------------------------------------------------------------------
 
+    @property
+    def first_version(self) -> int:
+        """Of the weights of a new engine; those of a server came by a refit."""
+        return 0 if self.settings.url is None else 1
+
     def generation(self, *, dtype: str | None = None, **config: Any) -> GenerationInterface:
         """A generation backend that is awake. Shared: leave it as it was."""
         config = {"max_new_tokens": 8, **config}

@@ -218,8 +218,7 @@ class ServerClient:
             return ConfigError(
                 f"{self.who} refuses {path} ({status}): "
                 + ("api_key is not valid" if status == 401 else _short(found)),
-                fix="set api_key to the server's key, and start it with all routes that are "
-                "needed",
+                fix="set api_key to the server's key, and start it with all routes that are needed",
                 key="api_key",
             )
         if status == 404:

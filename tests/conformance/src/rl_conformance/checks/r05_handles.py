@@ -24,7 +24,7 @@ def the_older_methods_are_exact(ctx: Context) -> None:
     """One group, one ticket, one update_weights, which commits."""
     policy, generation = unequal_pair(ctx)
     ticket = ticket_for(policy, generation)
-    same(generation.weights_version, 0, "weights_version before update_weights")
+    same(generation.weights_version, ctx.first_version, "weights_version before update_weights")
     same(generation.update_weights(ticket), True, "result of update_weights")
     same(generation.weights_version, 1, "weights_version after update_weights")
     equal(policy, generation)

@@ -126,7 +126,11 @@ def a_killed_trainer_is_survived(ctx: Context, method: str, count: int) -> None:
     except WeightsTornError as torn:
         begun = count > 0 or method == "confirm"
         require(begun, "generate, before anything was sent", "it serves the old weights", torn)
-    same(generation.weights_version, 0, "weights_version after the trainer was killed")
+    same(
+        generation.weights_version,
+        ctx.first_version,
+        "weights_version after the trainer was killed",
+    )
     run_refit(policy, generation)
     equal(policy, generation)
     agree(ctx, policy, generation)
@@ -169,7 +173,7 @@ def a_loader_that_does_not_load_is_caught(ctx: Context, fault: Any) -> None:
         ctx.not_run("the engine is not written in place", excused=True)
     with in_the_engine(generation, fault, tensor=_TENSOR):
         _is_corrupted(attempt(policy, generation, verify="installed"))
-    same(generation.weights_version, 0, "weights_version after the failed refit")
+    same(generation.weights_version, ctx.first_version, "weights_version after the failed refit")
     with raises(WeightsTornError):
         greedy(ctx, generation, seed=0)
     run_refit(policy, generation, verify="installed")
