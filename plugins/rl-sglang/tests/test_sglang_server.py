@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from sglang_server_calls import prompts, tokens, until
+from engines.calls import prompts, tokens, until
 
 from rl_core.errors import (
     CapabilityError,

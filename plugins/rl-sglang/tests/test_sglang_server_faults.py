@@ -8,7 +8,7 @@ import time
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from sglang_server_calls import in_background, prompts, tokens, until
+from engines.calls import in_background, prompts, tokens, until
 
 from rl_core.errors import ConfigError, DeadlineError, LifecycleError, PluginError, WorkerDiedError
 

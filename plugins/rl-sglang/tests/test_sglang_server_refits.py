@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from sglang_server_calls import in_background, prompts, until
+from engines.calls import in_background, prompts, until
 
 from rl_conformance.faults import failing_write, in_the_engine
 from rl_core import create_policy, refit

@@ -245,7 +245,9 @@ _running.add_argument(
     "--model", metavar="PATH", help="use this checkpoint instead of the suite's main tiny model"
 )
 _running.add_argument(
-    "--url", help="of a server that runs and serves the checkpoint of --model: vllm-server, ..."
+    "--url",
+    help="of a server that already runs and serves the checkpoint of --model, for vllm-server and "
+    "sglang-server; the variable RL_SERVER_API_KEY has its key, if it needs one",
 )
 _running.add_argument(
     "--kind",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 from dataclasses import dataclass, field
 from importlib import util
@@ -18,7 +19,10 @@ if TYPE_CHECKING:
     from rl_core.plugins.discovery import Provider
     from rl_core.plugins.manifest import BackendManifest
 
-__all__ = ["Target", "revision"]
+__all__ = ["API_KEY", "Target", "revision"]
+
+#: The variable that has the key of a server under test.
+API_KEY = "RL_SERVER_API_KEY"
 
 #: What backends call the dtype of the weights; the first that its configuration knows is set.
 _DTYPE_KEYS = ("torch_dtype", "dtype", "precision")
@@ -111,7 +115,8 @@ class Target:
         known = self.config_keys.get(kind, frozenset())
         config: dict[str, Any] = {"backend": self.name}
         config |= self.own_settings(settings).get(kind, {})
-        config |= {"url": settings.url} if "url" in known else {}
+        if "url" in known:
+            config |= {"url": settings.url, "api_key": os.environ.get(API_KEY)}
         named = [key for key in _DTYPE_KEYS if key in known][:1]
         config |= dict.fromkeys(named, dtype or settings.dtype)
         return config | ({"device": settings.device} if "device" in known else {})

@@ -78,6 +78,8 @@ def _diagnosed(ctx: Context) -> dict[str, Any]:
         ctx.not_run(
             "the diagnostics take a backend by name; this one is not installed", excused=True
         )
+    if ctx.settings.url is not None:
+        ctx.not_run("the diagnostics want an engine before any refit", excused=True)
     return ctx.target.base_config("generation", ctx.settings)
 
 

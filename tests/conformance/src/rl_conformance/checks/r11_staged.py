@@ -82,6 +82,10 @@ def the_old_version_serves_meanwhile(ctx: Context) -> None:
         run_refit(policy, generation, isolation="staged", bucket_bytes=4096)
     (during,) = seen
     same_output(ctx, during, before)
-    same(sorted({*during["weights_version"].tolist()}), [0], "versions of the rows meanwhile")
+    same(
+        sorted({*during["weights_version"].tolist()}),
+        [ctx.first_version],
+        "versions of rows meanwhile",
+    )
     equal(policy, generation)
     agree(ctx, policy, generation)
