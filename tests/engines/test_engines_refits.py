@@ -20,7 +20,7 @@ from transformers import AutoModelForImageTextToText
 
 from rl_backends import Row, SamplingParams
 from rl_conformance.weights import engine_weights, policy_weights
-from rl_core.errors import DataError, ManifestMismatchError, RefitError
+from rl_core.errors import CapabilityError, DataError, ManifestMismatchError, RefitError
 from rl_core.weights import refit
 
 if TYPE_CHECKING:
@@ -237,6 +237,16 @@ def test_another_model_is_refused_and_the_old_one_serves(start, tiny):
     assert "model.layers.0.self_attn.q_proj.bias" in caught.value.details["missing"]
     assert torch.equal(engine.generate(prompts(), greedy=True)["output_ids"], before["output_ids"])
     other.shutdown()
+
+
+def test_scales_without_an_fp8_cache_are_refused_before_anything_is_written(start, tiny):
+    engine, policy = start(), hf_policy(tiny("qwen2"))
+    refit(policy, engine)
+    shake(policy.model)
+    with pytest.raises(CapabilityError, match="no FP8 key/value cache"):
+        refit(policy, engine, kv_scales={"layer_0.k_scale": 0.5})
+    assert engine.generate(prompts())["weights_version"].unique().tolist() == [1]
+    policy.shutdown()
 
 
 def test_a_refit_that_waits_for_a_long_generation_leaves_the_engine_whole(start, tiny):

@@ -224,7 +224,7 @@ class WeightSink(ABC):
     def scale_kv(self, scales: Mapping[str, float]) -> None:
         """Takes the scales of an FP8 key/value cache that travel with the weights.
 
-        Called before :meth:`finish`, if the sender has any.
+        Called before :meth:`finish`, if the sender has any; and before :meth:`begin` with none.
 
         Args:
             scales: As ``PolicyInterface.calibrate_qkv_fp8_scales`` gives them, by name.

@@ -197,8 +197,12 @@ def test_a_receiver_whose_sender_closed_is_told_at_once(pair):
 class ScaledSink(InPlaceSink):
     """Has a cache that is scaled."""
 
+    cache = True
+
     def scale_kv(self, scales: dict[str, float]) -> None:
         self._called("scale_kv")
+        if not self.cache:
+            raise CapabilityError("no such cache", fix="make one", capability="kv_scales")
         self.scales = dict(scales)
 
 
@@ -207,10 +211,13 @@ def test_scales_arrive_before_the_sink_is_finished_if_there_are_any(keep, pair):
     engine = keep(Engine(blank(trainer.source.tensor), kind=ScaledSink))
     go(trainer, engine, kv_scales={"layer.0.k": 0.5, "layer.0.v": 2.0})
     assert engine.sink.scales == {"layer.0.k": 0.5, "layer.0.v": 2.0}
-    assert engine.sink.calls == ["begin", "scale_kv", "finish", "commit"]
+    assert engine.sink.calls == ["scale_kv", "begin", "scale_kv", "finish", "commit"]
     engine.sink.calls.clear()
     go(trainer, engine)
     assert engine.sink.calls == ["begin", "finish", "commit"]
+    engine.sink.cache = False
+    fails(trainer, engine, kv_scales={"layer.0.k": 0.5})
+    engine.receiver.check()  # nothing was written
 
 
 def test_scales_for_an_engine_without_them_are_a_capability_error_on_both_sides(pair):

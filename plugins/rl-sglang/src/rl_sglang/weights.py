@@ -148,6 +148,12 @@ class ModelSink(LoadedSink):
         """
         found: list[Any] = list(self._weights.model.modules())
         layers = {module.layer_id: module for module in found if hasattr(module, "k_scale_float")}
+        if any(module.k_scale is None for module in layers.values()):
+            raise CapabilityError(
+                "the engine has no FP8 key/value cache",
+                fix='set sglang_cfg.kv_cache_dtype to "fp8_e4m3", or refit without kv_scales',
+                capability="kv_scales",
+            )
         for name, scale in scales.items():
             layer, _, which = name.partition(".")
             number = layer.removeprefix("layer_")
@@ -161,12 +167,5 @@ class ModelSink(LoadedSink):
                     capability="kv_scales",
                 )
             module = layers[int(number)]
-            held = getattr(module, which)
-            if held is None:
-                raise CapabilityError(
-                    "the engine has no FP8 key/value cache",
-                    fix='set sglang_cfg.kv_cache_dtype to "fp8_e4m3", or refit without kv_scales',
-                    capability="kv_scales",
-                )
-            held.fill_(float(scale))
+            getattr(module, which).fill_(float(scale))
             setattr(module, f"{which}_float", float(scale))

@@ -591,8 +591,8 @@ class ReceiveJob(Job[ReceiverSession]):
                 capability="staged",
             )
         # These raise now, and not when all was written.
-        if offer.kv_scales and type(sink).scale_kv is WeightSink.scale_kv:
-            sink.scale_kv(offer.kv_scales)
+        if offer.kv_scales:
+            sink.scale_kv({})
         if offer.verify == "installed" and type(sink).read is WeightSink.read:
             sink.read(())
         sink.begin(offer.version)
