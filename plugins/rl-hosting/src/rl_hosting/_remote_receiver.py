@@ -100,7 +100,7 @@ class RemoteReceiver:
         if self.torn:
             raise WeightsTornError(
                 f"{self.name}: the weights are partly of version {self.version} and partly newer, "
-                "or were dropped",
+                "were dropped, or are of another client of the engine",
                 fix="call refit again; the engine needs no restart",
                 version=self.version,
             )

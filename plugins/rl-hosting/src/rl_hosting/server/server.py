@@ -246,7 +246,7 @@ class Server(ABC):
         if self.facts.without_refits:
             raise CapabilityError(
                 f"{self.client.who} takes no refit: {self.facts.without_refits}",
-                fix=f"start it as the README of rl-{self.name.lower()} shows",
+                fix="start it as the guide on servers that are already running shows",
                 capability="refit",
             )
 
