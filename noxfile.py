@@ -49,7 +49,7 @@ LEFT_OUT = {
     "python-3.12": "tests on the next Python, for which torch is a download of gigabytes",
     "newest": "torch, transformers and all else at their newest releases",
     "newest-apis": "what the newest engines lack or have new",
-    "verl": "the checkpoint engine in verl's registry",
+    "verl": "the checkpoint engine in verl's registry and under its manager",
     "fuzz": "a million inputs for what reads messages",
     "tutorial": "the whole suite against the backend of the tutorial",
 }
@@ -134,6 +134,7 @@ FOR_VERL = [
     "hydra-core",
     "opentelemetry-api",
     "orjson",
+    "pillow",  # imported by its trainer
     "pylatexenc",
     "pyvers",
     "starlette",
@@ -458,13 +459,13 @@ def nemo(session: nox.Session) -> None:
 
 @nox.session
 def verl(session: nox.Session) -> None:
-    """The checkpoint engine of rl-guests, in verl's registry."""
+    """The checkpoint engine of rl-guests, in verl's registry and under its manager on Ray."""
     install(session, *editable(), "pytest", "pytest-timeout", "pytest-xdist", "hypothesis")
     with PARTS.part(session.name, "pytest"):
         session.env["PIP_CONSTRAINT"] = ""
         session.install("--no-deps", "--no-compile", *FOR_VERL)
-        tests = "plugins/rl-guests/tests/test_guests_verl.py"
-        session.run("pytest", "-W", "ignore", tests, *session.posargs)
+        tests = [f"plugins/rl-guests/tests/test_guests_verl{part}.py" for part in ("", "_manager")]
+        session.run("pytest", "-W", "ignore", *tests, *session.posargs)
 
 
 @nox.session

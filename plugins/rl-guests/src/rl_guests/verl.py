@@ -34,6 +34,75 @@ __all__ = ["RefitCheckpointEngine"]
 _END = b""
 
 
+class _Update:
+    """What one update has open. It keeps its own, because one that failed may outlive the next."""
+
+    def __init__(self, verify: str, deadline_s: float) -> None:
+        self.verify, self.deadline_s = verify, deadline_s
+        self.listener: Listener | None = None
+        self.lines: list[Connection[Any, Any]] = []
+        self.tensors: dict[str, torch.Tensor] = {}
+        self.end: RefitSender | RefitReceiver | None = None
+
+    def close(self) -> None:
+        """Ends it, on the other side too. Idempotent."""
+        for one in (*self.lines, self.listener, self.end):
+            if one is not None:
+                one.close()
+
+    def in_time(self, who: str, call: Callable[[], Any]) -> Any:
+        """The result of a call that waits for another process.
+
+        Raises:
+            DeadlineError: That did not answer in time.
+            RefitPeerError: It has closed its connection.
+        """
+        waiting = spawn("checkpoint-engine", call)
+        if not concurrent.futures.wait([waiting], self.deadline_s).done:
+            raise DeadlineError(
+                f"{who} did not answer within {self.deadline_s:g} s",
+                fix="look at its log; or raise engine_kwargs.rl_core.deadline_s",
+                seconds=self.deadline_s,
+            )
+        try:
+            return waiting.result()
+        except (EOFError, OSError) as error:
+            raise RefitPeerError(
+                f"{who} closed its connection before all weights were sent",
+                fix="look at its log, and update the weights again",
+                peer=who,
+            ) from error
+
+    def tell(self, message: bytes) -> None:
+        """Sends a message to all rollout workers."""
+        for rank, line in enumerate(self.lines, 1):
+            self.in_time(f"rollout worker {rank}", partial(line.send_bytes, message))
+
+    def send(self, tensors: dict[str, torch.Tensor]) -> None:
+        """Sends a bucket."""
+        assert isinstance(self.end, RefitSender)
+        self.tensors = tensors
+        info = self.end.prepare()
+        self.tell(msgspec.msgpack.encode(info))
+        how = {"verify": self.verify, "deadline_s": self.deadline_s, "receivers": len(self.lines)}
+        self.end.send(number=info["number"], mode="packed", **how).result()
+
+    def take(self) -> dict[str, torch.Tensor] | None:
+        """The next bucket; None after the last."""
+        assert isinstance(self.end, RefitReceiver)
+        message = self.in_time("the trainer", self.lines[0].recv_bytes)
+        if message == _END:
+            return None
+        info = msgspec.msgpack.decode(message)
+        self.tensors = {
+            one["name"]: torch.empty(one["shape"], dtype=getattr(torch, one["dtype"]))
+            for one in info["tensors"]
+        }
+        self.end.prepare(info)
+        self.end.receive(number=info["number"], deadline_s=self.deadline_s).result()
+        return self.tensors
+
+
 @CheckpointEngineRegistry.register("rl_core")
 class RefitCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
     """Brings weights from rank 0 of the actor to all rollout workers of this host.
@@ -55,28 +124,23 @@ class RefitCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         SendOptions.of({"verify": verify, "deadline_s": deadline_s})
         self._bucket_size = bucket_size
         self._is_master = is_master
-        self._how = {"verify": verify, "deadline_s": deadline_s}
-        self._deadline_s = deadline_s
-        self._listener: Listener | None = None
-        self._lines: list[Connection[Any, Any]] = []
-        self._tensors: dict[str, torch.Tensor] = {}
-        self._end: RefitSender | RefitReceiver | None = None
+        self._new_update = partial(_Update, verify, deadline_s)
+        self._update = self._new_update()
 
     def prepare(self) -> dict[str, Any] | None:
-        """Where the sender awaits the others; None from these."""
+        """Where the sender awaits the others; None from these. Ends an update that still runs."""
+        self.finalize()  # verl does not after an update that failed
         if not self._is_master:
             return None
         key = secrets.token_bytes(32)
-        self._listener = Listener(family="AF_UNIX", backlog=1 << 10, authkey=key)
-        return {"address": self._listener.address, "key": key}
+        self._update.listener = listener = Listener(family="AF_UNIX", backlog=1 << 10, authkey=key)
+        return {"address": listener.address, "key": key}
 
     @classmethod
     def build_topology(
         cls, actor_wg_world_size: int, rollout_world_size: int, metadata: list[Any]
     ) -> tuple[dict[str, list[Any]], dict[str, list[Any]]]:
         """Rank 0 of the actor is rank 0, its others -1; rollout workers are 1 and so on."""
-        ranks = [0] + [-1] * (actor_wg_world_size - 1)
-        rollout = list(range(1, rollout_world_size + 1))
 
         def of(its: list[int]) -> dict[str, list[Any]]:
             return {
@@ -85,7 +149,7 @@ class RefitCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
                 "master": [metadata[0]] * len(its),
             }
 
-        return of(ranks), of(rollout)
+        return of([0] + [-1] * (actor_wg_world_size - 1)), of([*range(1, rollout_world_size + 1)])
 
     def init_process_group(self, rank: int, world_size: int, master: dict[str, Any]) -> None:
         """Connects the sender and the others.
@@ -96,43 +160,35 @@ class RefitCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         """
         if rank < 0:
             return
+        update = self._update
         if rank > 0:
             who = "the trainer's checkpoint engine"
             try:
-                line = self._in_time(who, lambda: Client(master["address"], authkey=master["key"]))
-            except DeadlineError:
-                raise
-            except OSError as error:
+                line = update.in_time(who, lambda: Client(master["address"], authkey=master["key"]))
+            except RefitPeerError as error:
                 raise ConfigError(
-                    "the checkpoint engine rl_core does not reach the trainer on this host: "
-                    f"{error}",
-                    fix="run trainer and rollouts on one host, or use the backend nccl; if they "
-                    "are, look at the trainer's log",
+                    f"rl_core does not reach the trainer on this host: {error.__cause__}",
+                    fix="run both on one host, or use nccl; if they are, look at the trainer's log",
                     key="checkpoint_engine.backend",
                 ) from error
-            self._lines = [line]
-            self._end = RefitReceiver(
-                lambda: NamedTensorSink(self._tensors),
+            update.lines = [line]
+            update.end = RefitReceiver(
+                lambda: NamedTensorSink(update.tensors),
                 name=f"rollout worker {rank}",
                 lock=EngineLock(),
             )
             return
-        listener: Any = self._listener
+        listener: Any = update.listener
         count = world_size - 1
-        self._lines = self._in_time(
+        update.lines = update.in_time(
             f"one of {count} rollout workers", lambda: [listener.accept() for _ in range(count)]
         )
-        self._end = RefitSender(lambda: NamedTensorSource(self._tensors), name="verl's actor")
+        update.end = RefitSender(lambda: NamedTensorSource(update.tensors), name="verl's actor")
 
     def finalize(self) -> None:
         """Closes everything; each update connects anew. Idempotent."""
-        for line in self._lines:
-            line.close()
-        if self._listener is not None:
-            self._listener.close()
-        if self._end is not None:
-            self._end.close()
-        self._lines, self._listener, self._end, self._tensors = [], None, None, {}
+        self._update.close()
+        self._update = self._new_update()
 
     async def send_weights(self, weights: Any, global_steps: int | None = None) -> None:
         """Sends all weights; the actor's other ranks only take part in making them.
@@ -141,22 +197,21 @@ class RefitCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
             RLError: A bucket did not arrive everywhere as it was sent.
         """
         del global_steps
-        found, size = dict[str, torch.Tensor](), 0
+        update, found, size = self._update, dict[str, torch.Tensor](), 0
         try:
             async for name, tensor in ensure_async_iterator(weights):
-                if self._end is None:
+                if update.end is None:
                     continue
                 if found and size + tensor.nbytes > self._bucket_size:
-                    await asyncio.to_thread(self._send, found)
+                    await asyncio.to_thread(update.send, found)
                     found, size = {}, 0
                 found[name] = tensor.detach().clone()  # verl may use its memory again
                 size += tensor.nbytes
-            if self._end is not None:
-                if found:
-                    await asyncio.to_thread(self._send, found)
-                self._tell(_END)
+            if found:
+                await asyncio.to_thread(update.send, found)
+            update.tell(_END)
         except BaseException:
-            self.finalize()  # or else rollouts would wait for more
+            update.close()  # or else rollouts would wait for more
             raise
 
     async def receive_weights(
@@ -168,68 +223,11 @@ class RefitCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
             RLError: A bucket did not arrive everywhere, or the trainer did not send all.
         """
         del global_steps
-        while (tensors := await asyncio.to_thread(self._take)) is not None:
-            for item in tensors.items():
-                yield item
-
-    def _send(self, tensors: dict[str, torch.Tensor]) -> None:
-        sender = self._end
-        assert isinstance(sender, RefitSender)
-        self._tensors = tensors
-        info = sender.prepare()
-        self._tell(msgspec.msgpack.encode(info))
-        how = {"number": info["number"], "receivers": len(self._lines), "mode": "packed"}
-        sender.send(**how, **self._how).result()
-
-    def _tell(self, message: bytes) -> None:
-        for rank, line in enumerate(self._lines, 1):
-            try:
-                self._in_time(f"rollout worker {rank}", partial(line.send_bytes, message))
-            except DeadlineError:
-                raise
-            except OSError as error:
-                raise _lost(f"rollout worker {rank}") from error
-
-    def _in_time(self, who: str, call: Callable[[], Any]) -> Any:
-        """The result of a call that waits for another process.
-
-        Raises:
-            DeadlineError: That did not answer in time.
-        """
-        waiting = spawn("checkpoint-engine", call)
-        if not concurrent.futures.wait([waiting], self._deadline_s).done:
-            raise DeadlineError(
-                f"{who} did not answer within {self._deadline_s:g} s",
-                fix="look at its log; or raise engine_kwargs.rl_core.deadline_s",
-                seconds=self._deadline_s,
-            )
-        return waiting.result()
-
-    def _take(self) -> dict[str, torch.Tensor] | None:
-        """The next bucket; None after the last."""
-        [line], receiver = self._lines, self._end
-        assert isinstance(receiver, RefitReceiver)
+        update = self._update
         try:
-            message = self._in_time("the trainer", line.recv_bytes)
-        except DeadlineError:
+            while (tensors := await asyncio.to_thread(update.take)) is not None:
+                for item in tensors.items():
+                    yield item
+        except BaseException:
+            update.close()  # or else the trainer would wait for a rollout that cannot load them
             raise
-        except (EOFError, OSError) as error:
-            raise _lost("the trainer") from error
-        if message == _END:
-            return None
-        info = msgspec.msgpack.decode(message)
-        self._tensors = {
-            one["name"]: torch.empty(one["shape"], dtype=getattr(torch, one["dtype"]))
-            for one in info["tensors"]
-        }
-        receiver.prepare(info)
-        receiver.receive(number=info["number"], deadline_s=self._deadline_s).result()
-        return self._tensors
-
-
-def _lost(who: str) -> RefitPeerError:
-    return RefitPeerError(
-        f"{who} closed its connection before all weights were sent",
-        fix="look at its log, and update the weights again",
-        peer=who,
-    )
