@@ -6,9 +6,7 @@ import json
 import subprocess
 import sys
 import textwrap
-from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
-from unittest import mock
 
 import pytest
 import torch
@@ -17,7 +15,7 @@ from real_engines import difference, hf_policy, prompts
 
 from rl_conformance.doubles import Engines
 from rl_conformance.faults import (
-    at_the_first_bucket,
+    a_bit_changes,
     between_tensors,
     dropping,
     failing_finish,
@@ -28,11 +26,10 @@ from rl_conformance.faults import (
 from rl_conformance.weights import engine_weights, policy_weights, same_weights
 from rl_core.errors import CapabilityError, ConfigError, ManifestMismatchError, RefitError
 from rl_core.weights import refit
-from rl_core.weights.sending.share import Share
 from rl_hosting import LocalCluster
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
 
     from rl_core.batch import BatchedDataDict
 
@@ -85,24 +82,6 @@ def same_rows(one: BatchedDataDict[Any], other: BatchedDataDict[Any]) -> bool:
     """The same tokens, and log-probs but for the rounding of a prompt that is in the cache."""
     close = torch.allclose(one["logprobs"], other["logprobs"], rtol=0.0, atol=2e-5)
     return close and torch.equal(one["output_ids"], other["output_ids"])
-
-
-@contextmanager
-def flipped_byte() -> Iterator[None]:
-    """A byte of the first bucket is another one than the trainer hashed."""
-    lanes: list[Any] = []
-    honest = Share.prepare
-
-    def remember(*args: Any, **options: Any) -> Any:
-        layout = honest(*args, **options)
-        lanes.append(layout.lane)
-        return layout
-
-    def flip() -> None:
-        lanes[-1].data[5] ^= 64
-
-    with mock.patch.object(Share, "prepare", remember), at_the_first_bucket(flip):
-        yield
 
 
 CASES: dict[str, list[tuple[str, dict[str, Any]]]] = {
@@ -253,7 +232,7 @@ def test_the_old_adapter_serves_on_after_a_refit_that_failed(start, adapted):
                 assert one.weights_version == version
                 assert same_rows(greedy(one), before)
                 same_weights(engine_weights(one), weights, "the engine")
-        with flipped_byte(), pytest.raises(RefitError):
+        with a_bit_changes(), pytest.raises(RefitError):
             refit(policy, both, **how)
         assert same_rows(greedy(engine), before)
     refit(policy, both, delta=True, verify="installed", deadline_s=60.0)

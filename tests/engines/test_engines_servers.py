@@ -8,9 +8,7 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 import time
-from importlib.metadata import entry_points
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from unittest import mock
@@ -18,10 +16,9 @@ from unittest import mock
 import pytest
 import torch
 from engines.calls import in_background, prompts
-from engines.kinds import KINDS
 from engines.servers import KEY, RealServer, connected
 
-from rl_backends import ModelFacts, SamplingParams
+from rl_backends import Completion, ModelFacts, SamplingParams
 from rl_backends.generation.rows import Row
 from rl_conformance.models import make_tiny_model
 from rl_core import create_generation, create_policy, refit
@@ -29,6 +26,7 @@ from rl_core.batch import BatchedDataDict
 from rl_core.errors import RLError, WeightsTornError, WorkerDiedError
 from rl_core.weights.protocol.frames import Channel
 from rl_core.weights.protocol.messages import BucketReady
+from rl_hosting.server.row_stream import RowStream
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -45,7 +43,6 @@ pytestmark = [
 
 ROWS = [[5, 6, 7, 8], [9], list(range(20, 60)), [100, 3, 7]]
 CLOSE, DEADLINE_S = 1e-3, 30.0
-GROUPS = {"vllm": "vllm.general_plugins", "sglang": "sglang.srt.plugins"}
 
 
 @pytest.fixture(
@@ -75,8 +72,7 @@ def pair(server: RealServer) -> Iterator[Callable[..., tuple[Any, Any]]]:
     policy = create_policy({"backend": "hf", "model_name": str(server.model)})
 
     def make(**config: Any) -> tuple[Any, Any]:
-        shared = {key: value for key, value in config.items() if key != "max_requests"}
-        reference = create_generation({"backend": "hf", "model_name": str(server.model)} | shared)
+        reference = create_generation({"backend": "hf", "model_name": str(server.model)} | config)
         reference.prepare_for_generation()
         made.append(reference)
         made.append(connected(server, **config))
@@ -171,32 +167,19 @@ def test_refits_reach_the_server_and_a_later_client_waits_for_its_own(
         one.shutdown()
 
 
-def request_of_another(client: Any, prompt: list[int], tokens: int) -> tuple[list[int], Any]:
-    """Tokens and log-probs of a greedy row which is asked for beside the client's own rows.
-
-    Raises:
-        RLError: The server refused it or ended it.
-    """
+def request_of_another(client: Any, prompt: list[int], tokens: int) -> Completion:
+    """A greedy row which is asked for beside the client's own rows, whatever the weights are."""
     sampling = SamplingParams.from_config({"do_sample": False}, ModelFacts(0, (), 272, 256))
-    row = Row(0, 0, 0, prompt, tokens, 0, False, (), sampling)
-    name = f"other-{time.monotonic_ns()}"
+    stream = RowStream(Row(0, 0, 0, prompt, tokens, 0, False, (), sampling), client._server)
 
-    async def collect() -> tuple[list[int], list[float]]:
-        ids: list[int] = []
-        logprobs: list[float] = []
-        body = client._server.request(row, name, look_every=None)
+    async def collect() -> Completion | None:
+        body = stream.request(f"other-{time.monotonic_ns()}")
         async for event in client._client.events(client._server.generate_path, body):
-            if "error" in event:
-                raise RLError(str(event["error"]))
-            part = client._server.part(event)
-            if part.reason not in ("", "stop", "length"):
-                raise RLError(part.reason)
-            ids = part.ids if part.whole else ids + part.ids
-            logprobs = part.logprobs if part.whole else logprobs + part.logprobs
-        return ids, logprobs
+            done, _ = stream.take(event)
+        return done
 
-    found: tuple[list[int], list[float]] = client._client.run(collect(), 120, "a row")
-    return found
+    done: Completion = client._client.run(collect(), 120, "a row")
+    return done
 
 
 def test_a_request_of_another_client_goes_on_with_the_new_weights(
@@ -209,7 +192,8 @@ def test_a_request_of_another_client_goes_on_with_the_new_weights(
     time.sleep(0.3)
     change(policy, 0.03)
     refit(policy, ours)
-    ids, logprobs = running()
+    done = running()
+    ids, logprobs = list(done.token_ids), done.logprobs
     assert len(ids) == 230
     with torch.no_grad():
         logits = policy.model(torch.tensor([[5, 6, 7, *ids]])).logits[0, 2:-1].float()
@@ -268,24 +252,6 @@ def test_a_killed_trainer_leaves_a_server_that_refuses_until_the_next_refit(
     policy.shutdown()
 
 
-def test_many_rows_of_many_calls(pair: Any) -> None:
-    ours, _ = pair(max_new_tokens=6, max_requests=48)
-    alone = ours.generate(prompts(*([n] for n in range(10, 74))), greedy=True)
-    found: dict[int, Any] = {}
-
-    def call(number: int) -> None:
-        rows = [[n] for n in range(10 + 16 * number, 26 + 16 * number)]
-        found[number] = ours.generate(prompts(*rows), greedy=True)
-
-    threads = [threading.Thread(target=call, args=(number,)) for number in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(120)
-    together = torch.cat([found[number]["output_ids"] for number in range(4)])
-    assert torch.equal(together, alone["output_ids"])
-
-
 def test_the_suite_runs_against_the_server(server: RealServer) -> None:
     command = [str(Path(sys.executable).with_name("rl")), "conformance", "run"]
     command += [f"{server.kind.name}-server", "--url", server.url, "--model", str(server.model)]
@@ -326,8 +292,3 @@ def test_a_server_that_was_killed_serves_again_after_a_refit(kind: Kind, tmp_pat
         policy.shutdown()
     finally:
         server.kill()
-
-
-def test_engines_find_the_plugin(kind: Kind) -> None:
-    assert "rl_core" in {one.name for one in entry_points(group=GROUPS[kind.name])}
-    assert set(GROUPS) == set(KINDS)

@@ -4,18 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import importlib.util
-import multiprocessing
-import os
-import signal
 from typing import TYPE_CHECKING, Any
 from unittest import mock
 
 import pytest
 import torch
 
-from rl_conformance.faults import at_the_first_bucket
-from rl_core.errors import ConfigError, DeadlineError, RefitCorrupted, RefitPeerError, RLError
-from rl_core.weights.sending.share import Share
+from rl_core.errors import ConfigError, DeadlineError, RefitPeerError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -80,21 +75,6 @@ def group() -> Iterator[tuple[list[Any], list[Any]]]:
         one.finalize()
 
 
-def same(got: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> bool:
-    return list(got) == list(wanted) and all(torch.equal(got[n], wanted[n]) for n in wanted)
-
-
-def test_all_rollouts_get_all_weights_update_after_update(group):
-    actors, rollouts = group
-    for seed in range(3):
-        found = update(actors, rollouts, lambda seed=seed: iter(tensors(seed).items()))
-        assert found[:2] == [None, None]
-        assert all(same(got, tensors(seed)) for got in found[2:])
-        for one in [*actors, *rollouts]:
-            one.finalize()
-        connect(actors, rollouts)
-
-
 def test_memory_that_the_trainer_uses_again_is_not_sent(group):
     actors, rollouts = group
     buffer = torch.empty(40, 9)
@@ -107,24 +87,6 @@ def test_memory_that_the_trainer_uses_again_is_not_sent(group):
     assert [float(t.mean()) for t in found[1].values()] == [0, 1, 2, 3, 4, 5]
 
 
-def test_a_byte_that_changes_is_found_by_all(group):
-    actors, rollouts = group
-    buckets: list[Any] = []
-    prepare = Share.prepare
-
-    def remember(*args: Any, **options: Any) -> Any:
-        buckets.append(prepare(*args, **options))
-        return buckets[-1]
-
-    def damage() -> None:
-        buckets[-1].lane.data[5] ^= 64
-
-    with mock.patch.object(Share, "prepare", remember), at_the_first_bucket(damage):
-        found = update(actors[:1], rollouts, lambda: iter(tensors(0).items()))
-    assert all(isinstance(one, RLError) for one in found)
-    assert any(isinstance(one, RefitCorrupted) for one in found)
-
-
 def test_weights_that_cannot_be_made_end_the_update_everywhere(group):
     actors, rollouts = group
 
@@ -135,39 +97,6 @@ def test_weights_that_cannot_be_made_end_the_update_everywhere(group):
     error, *found = update(actors[:1], rollouts, weights)
     assert isinstance(error, ValueError)
     assert all(isinstance(one, RefitPeerError) for one in found)
-
-
-def test_a_rollout_that_leaves_ends_the_update_everywhere(group):
-    actors, rollouts = group
-    rollouts[1].finalize()
-    found = update(actors[:1], [rollouts[0], rollouts[2]], lambda: iter(tensors(0).items()))
-    assert all(isinstance(one, RLError) for one in found)
-
-
-def killed(pipe: Any) -> None:
-    one = engine(master=True)
-    pipe.send(one.prepare())
-    one.init_process_group(0, 2, {})
-
-    def weights() -> Iterator[tuple[str, torch.Tensor]]:
-        yield from list(tensors(0).items())[:9]
-        os.kill(os.getpid(), signal.SIGKILL)
-
-    asyncio.run(one.send_weights(weights()))
-
-
-def test_a_killed_trainer_is_noticed():
-    context = multiprocessing.get_context("spawn")
-    ours, theirs = context.Pipe()
-    trainer = context.Process(target=killed, args=(theirs,))
-    trainer.start()
-    rollout = engine()
-    rollout.init_process_group(1, 2, ours.recv())
-    [found] = update([], [rollout], None)
-    trainer.join()
-    assert trainer.exitcode == -signal.SIGKILL
-    assert isinstance(found, RefitPeerError)
-    rollout.finalize()
 
 
 def test_who_does_not_come_or_send_is_named_in_time():

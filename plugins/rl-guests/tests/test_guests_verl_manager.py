@@ -14,14 +14,12 @@ import time
 from contextlib import ExitStack
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
-from unittest import mock
 
 import pytest
 import torch
 
-from rl_conformance.faults import at_the_first_bucket
+from rl_conformance.faults import a_bit_changes
 from rl_core.errors import RefitCorrupted
-from rl_core.weights.sending.share import Share
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -97,24 +95,6 @@ class Trainer(ActorRolloutRefWorker):  # type: ignore[misc]
             if number == 9 and self.killed:
                 os.kill(os.getpid(), signal.SIGKILL)
             yield item
-
-
-def a_bit_changes() -> ExitStack:
-    """In the bytes of the next bucket, on their way."""
-    buckets: list[Any] = []
-    prepare = Share.prepare
-
-    def remember(*args: Any, **options: Any) -> Any:
-        buckets.append(prepare(*args, **options))
-        return buckets[-1]
-
-    def damage() -> None:
-        buckets[-1].lane.data[5] ^= 64
-
-    with ExitStack() as stack:
-        stack.enter_context(mock.patch.object(Share, "prepare", remember))
-        stack.enter_context(at_the_first_bucket(damage))
-        return stack.pop_all()
 
 
 class Adapter(BaseRollout):  # type: ignore[misc]

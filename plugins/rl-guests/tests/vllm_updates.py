@@ -18,7 +18,7 @@ from unittest import mock
 import torch
 from transformers import AutoModelForCausalLM
 
-from rl_conformance.faults import at_the_first_bucket
+from rl_conformance.faults import a_bit_changes, at_the_first_bucket
 from rl_core.weights.sending.share import Share
 
 if TYPE_CHECKING:
@@ -200,18 +200,8 @@ def after_failing(engine: Engine, trainer: Any, fault: Any = None) -> dict[str, 
 
 def flipped_bytes(engine: Engine) -> dict[str, Any]:
     """A bit changes in a buffer after it was hashed."""
-    buffers: list[Any] = []
-    prepare = Share.prepare
-
-    def remember(*args: Any, **options: Any) -> Any:
-        buffers.append(prepare(*args, **options))
-        return buffers[-1]
-
-    def damage() -> None:
-        buffers[-1].lane.data[5] ^= 64
-
     trainer = trainer_of(engine.model, engine.client, mode="packed")
-    with mock.patch.object(Share, "prepare", remember), at_the_first_bucket(damage):
+    with a_bit_changes():
         return after_failing(engine, trainer)
 
 

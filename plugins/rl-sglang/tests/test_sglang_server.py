@@ -29,13 +29,6 @@ SAMPLING = "preferred_sampling_params"
 # -- who the server is ----------------------------------------------------------------------------
 
 
-def test_rows_come_back_as_tokens(connect: Any) -> None:
-    output = connect(max_new_tokens=5).generate(prompts([5, 6, 7], [9]))
-    assert output["output_ids"][0].tolist() == [5, 6, 7, *tokens([5, 6, 7], 5)]
-    assert output["output_ids"][1, :6].tolist() == [9, *tokens([9], 5)]
-    assert output["truncated"].tolist() == [True, True]
-
-
 def test_url_without_a_server_is_a_config_error(connect: Any, fake: FakeSglangServer) -> None:
     fake.stop()
     with pytest.raises(ConfigError, match=fake.url) as caught:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import importlib.util
 import time
 from typing import TYPE_CHECKING, Any
@@ -41,39 +40,6 @@ def server(kind: Kind, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rea
     made = RealServer(kind, make_tiny_model(home / "qwen2", "qwen2"), home / "log").start()
     yield made
     made.stop()
-
-
-def test_context_is_kept(server: RealServer) -> None:
-    ours = connected(server, max_new_tokens=1000)
-    longest = ours.facts.max_model_len
-    assert longest == 254
-    rows = [[7] * count for count in (1, 200, 249, 250, 253)]
-    output = ours.generate(prompts(*rows), greedy=True)
-    assert output["unpadded_sequence_lengths"].max() <= longest
-    assert output["generation_lengths"][3:].tolist() == [0, 0]
-    assert output["generation_lengths"][2] > 0
-    assert output["truncated"][1:].all()
-    ours.shutdown()
-
-
-def test_rows_that_nobody_waits_for_are_let_go(server: RealServer) -> None:
-    ours = connected(server, max_new_tokens=240)
-
-    async def one() -> None:
-        rows = ours.generate_async(prompts(*([n] for n in range(10, 26))), greedy=True)
-        reader = asyncio.ensure_future(anext(rows))
-        await asyncio.sleep(0.5)
-        reader.cancel()
-        await asyncio.gather(reader, return_exceptions=True)
-        await rows.aclose()
-
-    asyncio.run(one())
-    began = time.monotonic()
-    ours.generate(prompts([5]), greedy=True)  # waits for room, were they still there
-    ours._rows.drain(20)
-    assert ours.invalidate_kv_cache()
-    print(f"let go within {time.monotonic() - began:.2f} s")
-    ours.shutdown()
 
 
 def test_what_the_server_cannot_do_is_refused(server: RealServer) -> None:

@@ -152,27 +152,6 @@ def test_server_that_is_busy_is_not_given_up(connect: Any, fake: FakeSglangServe
     assert generation.generate(prompts([5]))["generation_lengths"].tolist() == [1]
 
 
-def test_server_that_goes_away_fails_the_calls_in_flight_and_serves_when_it_is_back(
-    connect: Any, fake: FakeSglangServer
-) -> None:
-    fake.token_s = 0.05
-    generation = connect(max_new_tokens=200)
-    calls = [in_background(lambda n=n: generation.generate(prompts([n]))) for n in (5, 6)]
-    until(lambda: len(fake.running) == 2)
-    began = time.monotonic()
-    fake.stop()
-    for call in calls:
-        error = call()
-        assert isinstance(error, WorkerDiedError)
-        assert fake.url in str(error)
-    assert time.monotonic() - began < 10
-    with pytest.raises(WorkerDiedError, match=fake.url):
-        generation.generate(prompts([5]))
-    fake.token_s = 0.0
-    fake.start()
-    assert generation.generate(prompts([5]))["generation_lengths"].tolist() == [200]
-
-
 def test_another_model_at_the_same_address_is_refused(connect: Any, fake: FakeSglangServer) -> None:
     generation = connect(max_new_tokens=2)
     generation.generate(prompts([5]))

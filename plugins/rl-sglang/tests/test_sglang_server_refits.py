@@ -69,16 +69,6 @@ def test_refit_reaches_the_workers_of_the_server(
         assert rows["weights_origin"].tolist() == [policy.weights_origin]
 
 
-def test_client_that_ends_leaves_the_server_to_the_next(
-    connect: Any, fake: FakeSglangServer, policy: Any
-) -> None:
-    for version in (1, 2):
-        generation = connect(max_new_tokens=2)
-        refit(policy, generation)
-        assert generation.generate(prompts([5]))["weights_version"].tolist() == [version]
-        generation.shutdown()
-
-
 def test_client_names_no_functions_to_call(connect: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     generation = connect()
     with pytest.raises(CapabilityError, match="RL_SERVER_FAULTS"):
@@ -152,21 +142,6 @@ def test_refit_that_fails_while_it_writes_is_torn_until_the_next(
     generation.generate(prompts([5]))
 
 
-def test_restart_loses_the_weights_of_a_refit_until_the_next(
-    connect: Any, fake: FakeSglangServer, policy: Any
-) -> None:
-    generation = connect(max_new_tokens=2)
-    refit(policy, generation)
-    fake.stop()
-    fake.start()
-    for _ in range(2):
-        with pytest.raises(WeightsTornError):
-            generation.generate(prompts([5]))
-    assert not fake.requests
-    refit(policy, generation)
-    assert generation.generate(prompts([5]))["weights_version"].tolist() == [2]
-
-
 def test_weights_that_somebody_else_changed_in_the_middle_of_a_row_fail_it(
     connect: Any, fake: FakeSglangServer
 ) -> None:
@@ -178,19 +153,3 @@ def test_weights_that_somebody_else_changed_in_the_middle_of_a_row_fail_it(
     error = call()
     assert isinstance(error, WeightsTornError)
     assert "of somebody else" in str(error)
-
-
-def test_server_with_weights_of_an_earlier_refit_generates_only_after_one(
-    connect: Any, fake: FakeSglangServer, policy: Any
-) -> None:
-    fake.weight_version = "0123-7"
-    generation = connect(max_new_tokens=2)
-    with pytest.raises(WeightsTornError):
-        generation.generate(prompts([5]))
-    refit(policy, generation)
-    generation.generate(prompts([5]))
-
-
-def test_cache_is_flushed_when_asked_for(connect: Any, fake: FakeSglangServer) -> None:
-    assert connect().invalidate_kv_cache()
-    assert fake.flushes == 1

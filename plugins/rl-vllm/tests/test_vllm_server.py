@@ -7,8 +7,6 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from rl_backends import ModelFacts, SamplingParams
-from rl_backends.generation.rows import Row
 from rl_core.errors import (
     CapabilityError,
     ConfigError,
@@ -79,14 +77,6 @@ def server(client: CannedClient, tiny: Callable[..., Path]) -> Callable[..., Any
         return made
 
     return make
-
-
-def test_facts_are_read(server: Any) -> None:
-    facts = server().facts
-    assert (facts.workers, facts.longest_row, facts.longest_prompt) == (2, 64, 63)
-    assert facts.weights == facts.loaded
-    assert not facts.without_refits
-    assert not facts.without_seeds
 
 
 @pytest.mark.parametrize(
@@ -175,29 +165,6 @@ def test_other_weights_are_noticed(server: Any, client: CannedClient) -> None:
     assert it.lost_count
     it.committed("ab-3")
     asyncio.run(it.confirm())
-
-
-def test_rows_are_asked_for_and_read(server: Any) -> None:
-    it = server()
-    sampling = SamplingParams.from_config(
-        {"temperature": 0.5, "stop_token_ids": [8]}, ModelFacts(0, (1,), 272, 64)
-    )
-    body = it.request(Row(3, 0, 0, [5, 6], 9, 11, True, (), sampling), "a", look_every=None)
-    params = body["sampling_params"]
-    assert (body["token_ids"], params["seed"], params["max_tokens"]) == ([5, 6], 11, 9)
-    assert params["stop_token_ids"] == [1, 8]
-    event = {
-        "choices": [
-            {
-                "token_ids": [4],
-                "logprobs": {"content": [{"token_id": 4, "logprob": -0.5}]},
-                "finish_reason": "stop",
-                "weight_versions": [{"version": "ab-3", "start": 0, "end": 1}],
-            }
-        ]
-    }
-    part = it.part(event)
-    assert (part.ids, part.logprobs, part.reason, part.labels) == ([4], [-0.5], "stop", {"ab-3"})
 
 
 def test_a_server_without_the_plugin_is_named(server: Any, client: CannedClient) -> None:

@@ -20,6 +20,7 @@ from rl_core.errors import CapabilityError
 from rl_core.interfaces import Piece
 from rl_core.weights.protocol.frames import Channel
 from rl_core.weights.protocol.messages import BucketReady
+from rl_core.weights.sending.share import Share
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterator
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "InjectedFault",
+    "a_bit_changes",
     "at_the_first_bucket",
     "between_tensors",
     "casting_down",
@@ -307,3 +309,20 @@ def at_the_first_bucket(act: Callable[[], object]) -> Generator[None]:
     with mock.patch.object(Channel, "encode", faulty):
         yield
     require(not pending, "the refit", "a first bucket", "it ended before")
+
+
+@contextmanager
+def a_bit_changes() -> Generator[None]:
+    """In the bytes of the next packed refit, on their way: the sender has hashed them."""
+    shares: list[Any] = []
+    prepare = Share.prepare
+
+    def remember(*args: Any, **options: Any) -> Any:
+        shares.append(prepare(*args, **options))
+        return shares[-1]
+
+    def damage() -> None:
+        shares[-1].lane.data[5] ^= 64
+
+    with mock.patch.object(Share, "prepare", remember), at_the_first_bucket(damage):
+        yield

@@ -15,9 +15,10 @@ if TYPE_CHECKING:
 
 __all__ = ["RowStream"]
 
-#: Tokens after which a row that may be ended here is looked at again: as many may be decoded in
-#: vain. An event of SGLang repeats all tokens before it, so that fewer would cost more.
-_LOOK_EVERY = 16
+#: Tokens after which a row that may be ended here is looked at again, at most, and as a share of its
+#: budget: as many may be decoded in vain. An event of SGLang repeats all tokens before it, so that
+#: fewer would cost more where rows are long.
+_LOOK_EVERY, _LOOKS = 16, 8
 
 
 class RowStream:
@@ -62,7 +63,8 @@ class RowStream:
             name: Of the row, at the server.
         """
         ended_here = self._stops is not None or not self._server.ends_rows_itself(self._ends)
-        return self._server.request(self._row, name, look_every=_LOOK_EVERY if ended_here else None)
+        often = max(1, min(_LOOK_EVERY, self._row.budget // _LOOKS))
+        return self._server.request(self._row, name, look_every=often if ended_here else None)
 
     def take(self, event: dict[str, Any]) -> tuple[Completion | None, set[str]]:
         """Takes an event.
