@@ -15,9 +15,9 @@ if TYPE_CHECKING:
 
 __all__ = ["RowStream"]
 
-#: Tokens after which a row that may be ended here is looked at again, at most, and as a share of its
-#: budget: as many may be decoded in vain. An event of SGLang repeats all tokens before it, so that
-#: fewer would cost more where rows are long.
+#: Tokens after which a row that may be ended here is looked at again, at most, and how often at
+#: least: as many tokens may be decoded in vain. An event of SGLang repeats all tokens before it, so
+#: that fewer would cost more where rows are long.
 _LOOK_EVERY, _LOOKS = 16, 8
 
 
