@@ -168,7 +168,7 @@ def test_refits_reach_the_server_and_a_later_client_waits_for_its_own(
 
 
 def request_of_another(client: Any, prompt: list[int], tokens: int) -> Completion:
-    """A greedy row which is asked for beside the client's own rows, whatever the weights are."""
+    """A greedy row beside the client's own rows, of any weights."""
     sampling = SamplingParams.from_config({"do_sample": False}, ModelFacts(0, (), 272, 256))
     stream = RowStream(Row(0, 0, 0, prompt, tokens, 0, False, (), sampling), client._server)
 

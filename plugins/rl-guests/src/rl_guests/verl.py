@@ -73,7 +73,7 @@ class _Update:
                 peer=who,
             ) from error
 
-    def tell(self, message: bytes) -> None:
+    def broadcast(self, message: bytes) -> None:
         """Sends a message to all rollout workers."""
         for rank, line in enumerate(self.lines, 1):
             self.in_time(f"rollout worker {rank}", partial(line.send_bytes, message))
@@ -83,7 +83,7 @@ class _Update:
         assert isinstance(self.end, RefitSender)
         self.tensors = tensors
         info = self.end.prepare()
-        self.tell(msgspec.msgpack.encode(info))
+        self.broadcast(msgspec.msgpack.encode(info))
         how = {"verify": self.verify, "deadline_s": self.deadline_s, "receivers": len(self.lines)}
         self.end.send(number=info["number"], mode="packed", **how).result()
 
@@ -156,7 +156,7 @@ class RefitCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
 
         Raises:
             ConfigError: The sender is on another host.
-            DeadlineError: Somebody does not come.
+            DeadlineError: A process does not come.
         """
         if rank < 0:
             return
@@ -209,7 +209,7 @@ class RefitCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
                 size += tensor.nbytes
             if found:
                 await asyncio.to_thread(update.send, found)
-            update.tell(_END)
+            update.broadcast(_END)
         except BaseException:
             update.close()  # or else rollouts would wait for more
             raise

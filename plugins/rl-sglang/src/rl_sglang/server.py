@@ -131,7 +131,7 @@ class SglangServer(Server):
         logits divided by the temperature.
 
         Raises:
-            CapabilityError: They are not those that are asked for, or it does not show.
+            CapabilityError: They are not those of ``logprobs_mode``, or it does not show.
         """
         sampled = self.config.get("do_sample", True)
         temperature = self.config.get("temperature", 1.0) if sampled else 1.0

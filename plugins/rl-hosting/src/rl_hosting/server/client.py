@@ -122,7 +122,7 @@ class ServerClient:
 
         Raises:
             ConfigError: The server refuses the key.
-            PluginError: It refuses the request, or says what is no event.
+            PluginError: It refuses the request, or sends what is no event.
             WorkerDiedError: There is no server, or it went away before the end of the stream.
         """
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=self._connect_s)
@@ -138,9 +138,9 @@ class ServerClient:
                     for event in whole:
                         if not event.startswith(b"data:"):
                             raise self._nonsense(path, event)
-                        if (said := event[5:].strip()) == b"[DONE]":
+                        if (text := event[5:].strip()) == b"[DONE]":
                             return
-                        yield self._object(path, said)
+                        yield self._object(path, text)
         except (aiohttp.ClientError, OSError) as error:
             raise self.gone(error) from error
         if rest.strip():

@@ -42,7 +42,7 @@ class ServerConfig(GenerationConfig):
 
 
 def check_server_config(spec: type, config: Mapping[str, Any], what: str) -> dict[str, Any]:
-    """Checks what can be checked before the server is asked.
+    """Checks what can be checked without the server.
 
     Args:
         spec: A TypedDict that extends :class:`ServerConfig`.

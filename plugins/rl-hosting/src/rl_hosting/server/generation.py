@@ -31,7 +31,7 @@ _GOODBYE_S, _DRAIN_S = 5.0, 20.0
 
 
 class ServerGeneration(GenerationBackend):
-    """Generates with a server that somebody else started, over HTTP, and refits its weights.
+    """Generates with a server that already runs, over HTTP, and refits its weights.
 
     The server goes on when this object ends, with the weights that it has then.
 
@@ -42,7 +42,7 @@ class ServerGeneration(GenerationBackend):
     Raises:
         ConfigError: A key is wrong; or there is no server, it serves another model, or refuses the
             key.
-        CapabilityError: The server cannot do what is asked for.
+        CapabilityError: The server cannot do what the configuration demands.
         IncompatiblePluginError: Its release was not tested.
         PluginError: It is no server of this engine.
         DeadlineError: It does not answer.
@@ -168,7 +168,7 @@ class ServerGeneration(GenerationBackend):
         """Has the server forget the keys and values of prompts seen so far.
 
         Raises:
-            PluginError: It refused: somebody generates with it.
+            PluginError: It refused, because a client generates with it.
         """
         self._rows.drain(_DRAIN_S)
         self._client.run(self._server.reset_caches(), self._server.answer_s, "a reset of its cache")

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 __all__ = ["ServerRows"]
 
-#: Seconds that collecting waits for a row to end; whatever happens wakes it.
+#: Seconds that collecting waits for a row to end; news of any kind wakes it.
 _WAIT_S = 0.5
 #: Seconds between words to the server that a row is given up, until it let go: the first may come
 #: before the row itself.
@@ -54,7 +54,7 @@ class ServerRows(RowEngine):
         self._news: queue.SimpleQueue[_News] = queue.SimpleQueue()
         self._given_up: set[int] = set()  # of which an end may be on its way
         # All below is of the client's thread.
-        self._tasks: dict[int, asyncio.Task[None]] = {}  # of rows that somebody wants
+        self._tasks: dict[int, asyncio.Task[None]] = {}  # of rows that a call waits for
         self._leaving: set[asyncio.Task[None]] = set()  # of rows that the server is to let go
         self._confirmed: asyncio.Task[None] | None = None
         self._watch: asyncio.Task[None] | None = None
@@ -80,7 +80,7 @@ class ServerRows(RowEngine):
         return ended
 
     def cancel(self, keys: Collection[int]) -> None:
-        """See :meth:`RowEngine.cancel`: the server is told at once."""
+        """See :meth:`RowEngine.cancel`: the server gives the rows up at once."""
         given_up = frozenset(keys)
         self._given_up |= given_up
         self._client.loop.call_soon_threadsafe(self._cancel, given_up)
@@ -106,7 +106,7 @@ class ServerRows(RowEngine):
 
     def _start(self, rows: list[Row]) -> None:
         loop = self._client.loop
-        if not self._tasks:  # whatever may have happened since the last row
+        if not self._tasks:  # the server may have changed since the last row
             self._confirmed = loop.create_task(self._server.confirm())
             self._heard = time.monotonic()
         if self._watch is None or self._watch.done():

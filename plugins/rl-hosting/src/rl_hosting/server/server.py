@@ -1,4 +1,4 @@
-"""One server that somebody else started: what it serves, its weights, and its routes."""
+"""One server that already runs: what it serves, its weights, and its routes."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Weights(msgspec.Struct, frozen=True):
     """Which weights a server has, as far as it reports them.
 
     Attributes:
-        label: Given by whoever loaded them.
+        label: Given by the client that loaded them.
         path: The directory that they were loaded from; empty if the engine does not report it.
     """
 
@@ -110,7 +110,7 @@ class Server(ABC):
     Raises:
         ConfigError: There is no server, or of another model, or it refuses the key.
         IncompatiblePluginError: It is of a release that was not tested.
-        CapabilityError: It was started in a way that it cannot do what is asked for.
+        CapabilityError: As it was started, it cannot do what the configuration demands.
         PluginError: It is no server of this engine.
         DeadlineError: It does not answer.
     """
@@ -145,7 +145,7 @@ class Server(ABC):
             ) from error
         self.counted_on = self.facts.loaded
 
-    # -- what an engine's server is asked ---------------------------------------------------------
+    # -- the routes of an engine -------------------------------------------------------------------
 
     @abstractmethod
     async def look(self) -> ServerFacts:
@@ -202,7 +202,7 @@ class Server(ABC):
         """Makes sure that the server is there, and has the weights that are counted on.
 
         Raises:
-            WeightsTornError: It was started again since a refit, or somebody else changed its
+            WeightsTornError: It was started again since a refit, or another client changed its
                 weights.
             RLError: As where it was looked at first; a server that is gone is a
                 :class:`~rl_core.errors.WorkerDiedError`.
@@ -220,7 +220,7 @@ class Server(ABC):
             raise self.lost(self.facts.weights.label)
 
     def lost(self, label: str) -> WeightsTornError:
-        """The error for weights that nobody counts on; from now on nothing is generated.
+        """The error for other weights than these; from now on nothing is generated.
 
         Args:
             label: Of the weights that the server has instead.

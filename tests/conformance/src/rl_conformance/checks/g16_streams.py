@@ -130,7 +130,8 @@ def abandoned_streams_leave_nothing_behind(ctx: Context) -> None:
     async def first_row(*, close: bool) -> None:
         stream: Any = generation.generate_async(data, greedy=True)
         async for index, _ in stream:
-            same(index, 0, "index of the first row, which alone has a stop string")
+            if ctx.settings.url is None:  # rows reach a server one after another
+                same(index, 0, "index of the first row, which alone has a stop string")
             break
         if close:
             await stream.aclose()
