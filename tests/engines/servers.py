@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import psutil
 import pytest
 
 from rl_core import create_generation
@@ -121,18 +122,27 @@ class RealServer:
     def stop(self) -> None:
         """Ends it as its user would, so that nothing is left; or kills it."""
         if self._process.poll() is None:
-            self._process.send_signal(signal.SIGINT)
+            self._process.terminate()
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._process.wait(30)
         self.kill()
 
     def kill(self) -> None:
-        """Kills it, and all processes that it started."""
-        try:
-            os.killpg(self._process.pid, signal.SIGKILL)
-        except ProcessLookupError:
+        """Kills it, and all processes that it started.
+
+        Last of all those that remove what is left in shared memory, which end by themselves.
+        """
+        if not psutil.pid_exists(self._process.pid):
             return
+        processes = [psutil.Process(self._process.pid)]
+        processes += processes[0].children(recursive=True)
+        removing = [one for one in processes if "resource_tracker" in " ".join(one.cmdline())]
+        for one in set(processes) - set(removing):
+            one.kill()
         self._process.wait(30)
+        psutil.wait_procs(removing, timeout=10)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
 
 
 def connected(server: RealServer, **config: Any) -> Any:

@@ -37,6 +37,7 @@ pytestmark = [
     pytest.mark.engine,
     pytest.mark.slow,
     pytest.mark.timeout(900),
+    pytest.mark.xdist_group("running_servers"),  # one server for all of them
     pytest.mark.skipif(importlib.util.find_spec("aiohttp") is None, reason="aiohttp is missing"),
     pytest.mark.filterwarnings("ignore::rl_core.errors.LoopWarning"),  # of several trainers
 ]

@@ -25,6 +25,7 @@ pytestmark = [
     pytest.mark.engine,
     pytest.mark.slow,
     pytest.mark.timeout(900),
+    pytest.mark.xdist_group("sglang_server"),  # one server for all of them
     pytest.mark.skipif(
         importlib.util.find_spec("sglang") is None or importlib.util.find_spec("aiohttp") is None,
         reason="SGLang or aiohttp is not installed here",
