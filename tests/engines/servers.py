@@ -10,9 +10,8 @@ import subprocess
 import sys
 import time
 import urllib.request
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import psutil
 import pytest
@@ -29,19 +28,11 @@ START_S = 400.0
 _HERE = Path(__file__).parent
 
 
-@dataclass(frozen=True)
-class _Start:
-    """How an engine's server is started.
-
-    Attributes:
-        command: Without the interpreter.
-        model: The argument that names the model.
-        arguments: All but those of the model, the address and the key.
-        environment: Variables besides those of this process.
-    """
+class _Start(NamedTuple):
+    """How an engine's server is started, without its model, address and key."""
 
     command: tuple[str, ...]
-    model: str
+    model: str  # the argument that names the model
     arguments: str
     environment: dict[str, str]
 
@@ -128,10 +119,7 @@ class RealServer:
         self.kill()
 
     def kill(self) -> None:
-        """Kills it, and all processes that it started.
-
-        Last of all those that remove what is left in shared memory, which end by themselves.
-        """
+        """Kills it and its processes, but for those that remove what is left in shared memory."""
         if not psutil.pid_exists(self._process.pid):
             return
         processes = [psutil.Process(self._process.pid)]
