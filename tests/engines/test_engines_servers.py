@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -168,8 +169,10 @@ def test_refits_reach_the_server_and_a_later_client_waits_for_its_own(
         one.shutdown()
 
 
-def request_of_another(client: Any, prompt: list[int], tokens: int) -> Completion:
-    """A greedy row beside the client's own rows, of any weights."""
+def request_of_another(
+    client: Any, prompt: list[int], tokens: int, began: threading.Event | None = None
+) -> Completion:
+    """A greedy row beside the client's own, of any weights; ``began`` is for its first token."""
     sampling = SamplingParams.from_config({"do_sample": False}, ModelFacts(0, (), 272, 256))
     stream = RowStream(Row(0, 0, 0, prompt, tokens, 0, False, (), sampling), client._server)
 
@@ -177,32 +180,12 @@ def request_of_another(client: Any, prompt: list[int], tokens: int) -> Completio
         body = stream.request(f"other-{time.monotonic_ns()}")
         async for event in client._client.events(client._server.generate_path, body):
             done, _ = stream.take(event)
+            if began is not None:
+                began.set()
         return done
 
     done: Completion = client._client.run(collect(), 120, "a row")
     return done
-
-
-def test_a_request_of_another_client_goes_on_with_the_new_weights(
-    pair: Any, server: RealServer
-) -> None:
-    ours, _ = pair(max_new_tokens=4)
-    other = connected(server)
-    policy = create_policy({"backend": "hf", "model_name": str(server.model)})
-    running = in_background(lambda: request_of_another(other, [5, 6, 7], 230))
-    time.sleep(0.3)
-    change(policy, 0.03)
-    refit(policy, ours)
-    done = running()
-    ids, logprobs = list(done.token_ids), done.logprobs
-    assert len(ids) == 230
-    with torch.no_grad():
-        logits = policy.model(torch.tensor([[5, 6, 7, *ids]])).logits[0, 2:-1].float()
-    wanted = logits.log_softmax(-1).gather(-1, torch.tensor(ids)[:, None])[:, 0]
-    under_new = int(((wanted - torch.tensor(logprobs)).abs() < CLOSE).sum())
-    assert 0 < under_new < 230
-    for one in (other, policy):
-        one.shutdown()
 
 
 def killed_trainer(kind: str, url: str, model: str) -> None:
@@ -265,31 +248,43 @@ def test_the_suite_runs_against_the_server(server: RealServer) -> None:
     assert "torn_weights_are_never_served" in done.stdout
 
 
-def test_a_server_that_was_killed_serves_again_after_a_refit(kind: Kind, tmp_path: Path) -> None:
+def test_long_rows_across_a_refit_and_a_kill(kind: Kind, tmp_path: Path) -> None:
     model = make_tiny_model(tmp_path / "qwen2", "qwen2", num_layers=1, max_position_embeddings=2048)
     server = RealServer(kind, model, tmp_path / "log").start()
     try:
-        ours, other = connected(server, max_new_tokens=20), connected(server, max_new_tokens=1900)
+        ours, other = connected(server, max_new_tokens=20), connected(server)
         policy = create_policy({"backend": "hf", "model_name": str(model)})
-        call = in_background(lambda: other.generate(prompts([10], [11], [12], [13])))
-        time.sleep(1.0)
+
+        def begun(tokens: int) -> Callable[[], Any]:
+            began = threading.Event()
+            row = in_background(lambda: request_of_another(other, [5, 6, 7], tokens, began))
+            assert began.wait(60)
+            return row
+
+        row = begun(1500)
+        change(policy, 0.03)
+        refit(policy, ours)
+        done = row()
+        ids, logprobs = list(done.token_ids), torch.tensor(done.logprobs)
+        with torch.no_grad():
+            logits = policy.model(torch.tensor([[5, 6, 7, *ids]])).logits[0, 2:-1].float()
+        wanted = logits.log_softmax(-1).gather(-1, torch.tensor(ids)[:, None])[:, 0]
+        under_new = (wanted - logprobs).abs() < CLOSE
+        assert len(ids) == 1500
+        assert not under_new[:2].all()
+        assert under_new[-100:].all()
+
+        row = begun(1500)
         server.kill()
-        error = call()
+        error = row()
         assert isinstance(error, WorkerDiedError)
         assert server.url in str(error)
-        other.shutdown()
-
-        server.start()
-        ours.generate(prompts([5, 6]))  # the weights that it starts with are those counted on
-        refit(policy, ours)
-        ours.generate(prompts([5, 6]))
-        server.kill()
         server.start()
         with pytest.raises(WeightsTornError, match="was restarted"):
             ours.generate(prompts([5, 6]))
         refit(policy, ours)
         assert ours.generate(prompts([5, 6]))["weights_version"].tolist() == [2]
-        ours.shutdown()
-        policy.shutdown()
+        for one in (ours, other, policy):
+            one.shutdown()
     finally:
-        server.kill()
+        server.stop()
