@@ -22,7 +22,7 @@ PROJECT = {
     "rl-backends": "rl-cli",
     **dict.fromkeys(("rl-hf", "rl-hosting", "rl-megatron", "rl-trl"), "rl-cli rl-backends"),
     **dict.fromkeys(("rl-ray", "rl-sglang", "rl-vllm"), "rl-cli rl-backends rl-hosting"),
-    "rl-guests": "rl-cli rl-backends rl-hosting rl-vllm",
+    "rl-guests": "rl-cli rl-backends rl-hosting rl-sglang rl-vllm",
     "rl-conformance": "rl-cli rl-backends rl-collective",
     "rl-train": "rl-cli rl-backends rl-losses",
 }
