@@ -17,7 +17,17 @@ from rl_sglang.config import SglangEngineConfig
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-__all__ = ["ALLOWED", "OWN_KEYS", "REFUSED", "WITHOUT_REFITS", "check_engine_args"]
+__all__ = [
+    "ALLOWED",
+    "OWN_KEYS",
+    "REFUSED",
+    "WITHOUT_REFITS",
+    "check_engine_args",
+    "check_sampling",
+]
+
+#: SGLang takes the argmax at lower temperatures.
+_COLDEST = 1e-6
 
 
 def _names(text: str) -> frozenset[str]:
@@ -317,3 +327,24 @@ def check_engine_args(engine: Mapping[str, Any], device: str) -> None:
                 fix=f"set it to {only!r}, or leave it out",
                 key=at,
             )
+
+
+def check_sampling(config: Mapping[str, Any]) -> None:
+    """Refuses what SGLang would sample with another effect than other engines.
+
+    Raises:
+        ConfigError: The temperature is too low, or there is a repetition penalty.
+    """
+    if 0 < config.get("temperature", 1.0) < _COLDEST:
+        raise ConfigError(
+            f"temperature is {config['temperature']}, but below {_COLDEST} SGLang takes the argmax",
+            fix="use a higher temperature, or greedy=True",
+            key="temperature",
+        )
+    if config.get("repetition_penalty", 1.0) != 1.0:
+        raise ConfigError(
+            "repetition_penalty is refused: SGLang penalises generated tokens but not the "
+            "prompt, so the same number has another effect than in other backends",
+            fix="leave it out, or use another backend",
+            key="repetition_penalty",
+        )

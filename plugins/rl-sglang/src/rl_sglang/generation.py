@@ -4,19 +4,15 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from rl_core.errors import ConfigError
 from rl_hosting import EngineBackend
 from rl_sglang.config import SglangConfig
-from rl_sglang.engine_args import check_engine_args
+from rl_sglang.engine_args import check_engine_args, check_sampling
 from rl_sglang.environment import PRELOAD, SOCKETS, engine_environment
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
 __all__ = ["SglangGeneration"]
-
-#: SGLang takes the argmax at what is lower.
-_COLDEST = 1e-6
 
 
 class SglangGeneration(EngineBackend):
@@ -39,20 +35,7 @@ class SglangGeneration(EngineBackend):
     ) -> None:
         """See :meth:`EngineBackend.check_engine_config`."""
         check_engine_args(engine, device)
-        if 0 < config.get("temperature", 1.0) < _COLDEST:
-            raise ConfigError(
-                f"temperature is {config['temperature']}, but below {_COLDEST} SGLang takes the "
-                "argmax",
-                fix="use a higher temperature, or greedy=True",
-                key="temperature",
-            )
-        if config.get("repetition_penalty", 1.0) != 1.0:
-            raise ConfigError(
-                "repetition_penalty is refused: SGLang penalises generated tokens but not the "
-                "prompt, so the same number has another effect than in other backends",
-                fix="leave it out, or use another backend",
-                key="repetition_penalty",
-            )
+        check_sampling(config)
 
     def engine_environment(
         self, engine: Mapping[str, Any], device: str, workers: int

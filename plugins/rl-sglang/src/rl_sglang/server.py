@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from rl_core.errors import CapabilityError, ConfigError, PluginError
+from rl_core.errors import CapabilityError, PluginError
 from rl_hosting.server.generation import ServerGeneration
 from rl_hosting.server.server import Part, Server, ServerFacts, Weights, read_version
+from rl_sglang.engine_args import check_sampling
 from rl_sglang.manifest import VERSIONS
 
 if TYPE_CHECKING:
@@ -43,8 +44,6 @@ _BEYOND_PROMPT = 4
 #: Candidates whose log-probs are compared, prompts that are tried, and how far apart two
 #: candidates must be for a temperature to show.
 _CANDIDATES, _PROMPTS, _APART = 16, 4, 1e-2
-#: SGLang takes the argmax at lower temperatures.
-_COLDEST = 1e-6
 
 
 class _ModelInfo(msgspec.Struct):
@@ -136,7 +135,7 @@ class SglangServer(Server):
         sampled = self.config.get("do_sample", True)
         temperature = self.config.get("temperature", 1.0) if sampled else 1.0
         raw = self.config.get("logprobs_mode", "processed") == "raw"
-        if temperature == 1.0:
+        if temperature in (0.0, 1.0):  # 0 is greedy
             return
         for token in range(min(_PROMPTS, self.checkpoint.facts.vocab_size)):
             plain, scaled = await asyncio.gather(
@@ -285,20 +284,7 @@ class SglangServerGeneration(ServerGeneration):
 
     def check_config(self, config: Mapping[str, Any]) -> None:
         """See :meth:`ServerGeneration.check_config`."""
-        temperature = config.get("temperature", 1.0)
-        if temperature < _COLDEST:
-            raise ConfigError(
-                f"temperature is {temperature}, but below {_COLDEST} SGLang takes the argmax",
-                fix="use a higher temperature, or greedy=True",
-                key="temperature",
-            )
-        if config.get("repetition_penalty", 1.0) != 1.0:
-            raise ConfigError(
-                "repetition_penalty is refused: SGLang penalises generated tokens but not the "
-                "prompt, so the same number has another effect than in other backends",
-                fix="leave it out, or use another backend",
-                key="repetition_penalty",
-            )
+        check_sampling(config)
         truncated = (config.get("top_k") or 0) > 0 or config.get("top_p", 1.0) < 1.0
         sampled = config.get("do_sample", True)
         if sampled and truncated and config.get("logprobs_mode", "processed") == "processed":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from rl_core.plugins.manifest import BackendManifest, Capability, EngineRequirement
+from rl_hosting.server.manifest import server_manifest
 
 __all__ = ["BACKEND", "SERVER", "TINY", "VERSIONS"]
 
@@ -41,27 +42,7 @@ BACKEND = BackendManifest(
     ),
 )
 
-SERVER = BackendManifest(
-    name="vllm-server",
-    summary="Generation by a vLLM server that is already running",
-    factories={"generation": "rl_vllm.server:VllmServerGeneration"},
-    configs={"generation": "rl_hosting.server.config:ServerConfig"},
-    capabilities={
-        "generation": {
-            "sleep": Capability(
-                "unsupported", reason="this process cannot free the server's memory"
-            ),
-            "async_generation": _FULL,
-            "concurrent_calls": _FULL,
-            "multi_sample": _FULL,
-            "collective": _FULL,
-            "staged": Capability("full", reason="with memory for a second copy of the weights"),
-            "kv_scales": Capability("not_implemented", reason="it was never tested with a server"),
-            "adapters": Capability("not_implemented", reason="a refit sends merged weights"),
-        }
-    },
-    engine=EngineRequirement(("aiohttp",), ">=3.10,<4", extra="server"),
-)
+SERVER = server_manifest("vllm-server", "a vLLM", "rl_vllm.server:VllmServerGeneration")
 
 _SMALL = {"kv_cache_memory_bytes": 64 << 20}
 _ADAPTERS = {"lora": {"r": 4, "target_modules": "all-linear"}}

@@ -129,7 +129,7 @@ class VllmServer(Server):
             return why, "start it without"
         wanted = f"{self.config.get('logprobs_mode', 'processed')}_logprobs"
         changed = self.config.get("do_sample", True) and any(
-            self.config.get(key, off) not in (off, None)
+            self.config.get(key, off) not in (off, None, 0)
             for key, off in {"temperature": 1.0, "top_k": 0, "top_p": 1.0}.items()
         )
         changed = changed or self.config.get("repetition_penalty", 1.0) != 1.0

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 __all__ = ["ServerGeneration"]
 
 _CONNECT_S, _SILENCE_S, _ROOM = 10.0, 300.0, 256
-#: Seconds for what is under way when the client ends, and for rows that the server is to let go.
+#: Seconds to close connections when the client ends, and for the server to abort rows.
 _GOODBYE_S, _DRAIN_S = 5.0, 20.0
 
 

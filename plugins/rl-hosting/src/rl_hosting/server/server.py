@@ -204,7 +204,7 @@ class Server(ABC):
         Raises:
             WeightsTornError: It was started again since a refit, or another client changed its
                 weights.
-            RLError: As where it was looked at first; a server that is gone is a
+            RLError: As the constructor; a server that has ended raises a
                 :class:`~rl_core.errors.WorkerDiedError`.
         """
         before = self.facts
