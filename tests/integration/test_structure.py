@@ -1,4 +1,4 @@
-"""What the figures of the structure are, on a package that breaks every rule of it once."""
+"""The figures of the structure, on a package that breaks every rule of it once."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def shown():
 
 
 def _once():
-    return 1
+    return f"{_twice()!r:>{10}} and more"
 
 
 def _twice():
@@ -27,9 +27,10 @@ FILES = {
     "first.py": "import crooked.second\n",
     "second.py": "# Why it is so.\nfrom typing import TYPE_CHECKING\n\nif TYPE_CHECKING:\n"
     "    from crooked.first import anything\n",
-    "long.py": "x = 1\n" * (structure.FILE_LINES + 1),
     "cut.py": CUT,
 }
+#: An f-string is one token on every version of Python.
+TOKENS = 4 + (4 + 3 + 6) + (5 + (5 + 12) + (5 + 2) + (5 + 2))
 
 
 @pytest.fixture
@@ -38,66 +39,49 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     folder.mkdir(parents=True)
     for name, text in FILES.items():
         (folder / name).write_text(text)
-    project = '[project]\nname = "crooked"\n'
-    (tmp_path / "plugins" / "rl-crooked" / "pyproject.toml").write_text(project)
-    (tmp_path / "mine").mkdir()  # a user's own, which is not looked at
-    (tmp_path / "mine" / "pyproject.toml").write_text(project)
     monkeypatch.syspath_prepend(folder.parent)
     monkeypatch.setattr(structure, "ROOT", tmp_path)
+    monkeypatch.setitem(structure.TOKENS, "crooked", TOKENS)
     return folder
 
 
-def test_lines_are_counted_by_what_is_on_them(package: Path) -> None:
-    m = structure.measure(package)
-    where = "plugins/rl-crooked/src/crooked"
-    assert (m.folder, m.files, m.lines) == (where, 5, 1 + 1 + 5 + 701 + 14)
-    assert (m.imports, m.docstrings, m.comments) == (4, 2, 1)
-    assert m.code == 701 + 1 + 6
+def test_code_is_counted_without_comments_and_docstrings(package: Path) -> None:
+    measured = structure.measure(package)
+    assert (measured.files, measured.tokens) == (4, TOKENS)
+    assert (measured.statements, measured.functions, measured.single) == (11, 3, ["_once"])
 
 
-def test_a_private_function_with_one_caller_is_named(package: Path) -> None:
-    m = structure.measure(package)
-    assert (m.functions, m.single) == (3, ["_once"])
-
-
-@pytest.mark.parametrize(("callers", "single"), [(1, ["_helper"]), (2, [])])
-def test_callers_are_looked_for_in_the_whole_distribution(
-    package: Path, callers: int, single: list[str]
-) -> None:
-    (package / "inner").mkdir()
-    (package / "inner" / "part.py").write_text("def _helper():\n    return 1\n")
-    (package / "user.py").write_text("_helper()\n" * callers)
-    assert structure.measure(package / "inner", package).single == single
-
-
-def test_a_circle_through_an_import_for_type_checkers_is_one(package: Path) -> None:
+def test_a_circle_through_an_import_for_type_checkers_counts(package: Path) -> None:
     assert structure.circles("crooked") == [["crooked.first", "crooked.second"]]
-
-
-def test_a_circle_and_a_long_file_fail(package: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert structure.main() == 1
-    out = capsys.readouterr().out
-    assert "crooked: long.py has 701 lines, 700 at most" in out
-    assert "in circles of imports: crooked.first, crooked.second" in out
 
 
 def test_figures_above_their_bars_fail(
     package: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (package / "second.py").write_text("")
-    (package / "long.py").write_text("")
-    monkeypatch.setitem(structure.BARS, "plugins/rl-crooked/src/crooked", 10)
+    monkeypatch.setitem(structure.TOKENS, "crooked", TOKENS - 1)
+    monkeypatch.setattr(structure, "TEST_TOKENS", 2)
+    (package.parents[1] / "tests").mkdir()
+    (package.parents[1] / "tests" / "test_it.py").write_text("x = 1\n")
     assert structure.main() == 1
     out = capsys.readouterr().out
-    assert "plugins/rl-crooked/src/crooked: 16 lines, 10 at most" in out
-    assert "crooked: 33.3% of the functions are private and called once, 6.0% at most" in out
+    assert "in circles of imports: crooked.first, crooked.second" in out
+    assert f"crooked: {TOKENS} tokens, {TOKENS - 1} at most" in out
+    assert "33.3% of the functions are private and called once, 6.0% at most: _once" in out
+    assert "tests and suite: 3 tokens, 2 at most" in out
 
 
-def test_what_keeps_the_rules_does_not_fail(
+def test_a_package_without_a_bar_fails(
+    package: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delitem(structure.TOKENS, "crooked")
+    assert structure.main() == 1
+    assert "crooked: has no bar in TOKENS" in capsys.readouterr().out
+
+
+def test_a_package_that_keeps_the_rules_does_not_fail(
     package: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (package / "second.py").write_text("")
-    (package / "long.py").write_text("x = 1\n" * structure.FILE_LINES)
     (package / "cut.py").write_text("")
     assert structure.main() == 0
     assert "crooked" in capsys.readouterr().out
