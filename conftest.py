@@ -8,14 +8,14 @@ from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from mutant_sample import SAMPLES, changed_files, number_of
+from selection import SAMPLES, Selection, changed_since, number_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
     from pathlib import Path
 
 _LEFT = pytest.StashKey[Counter[str]]()
-_CHANGED = pytest.StashKey[list[str]]()
+SELECTION = pytest.StashKey["Selection | None"]()
 
 
 @pytest.fixture(scope="session")
@@ -67,44 +67,53 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         metavar="K",
         help=f"the sample of mutants, 0 to {SAMPLES - 1}; by default the commit says which",
     )
+    parser.addoption(
+        "--changed-since",
+        metavar="COMMIT",
+        help="only tests that reach a file which differs from this commit, see tests/selection.py",
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """The sample is chosen once, not by each process."""
+    """Chooses the sample once for all processes, and reads what changed."""
     if config.option.mutants is None:
         config.option.mutants = number_of(config.rootpath)
     config.stash[_LEFT] = Counter()
-    config.stash[_CHANGED] = changed_files(config.rootpath)
+    commit = config.option.changed_since
+    changed = tuple(changed_since(config.rootpath, commit)) if commit else ()
+    config.stash[SELECTION] = Selection(config.rootpath, changed) if commit else None
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:
-    """Sees to it that tests which no change concerns count as full, and modules stay together.
+    """Keeps modules together whose tests share a fixture.
 
-    What the tests of a module share, such as a cluster, is made once if one process runs them all.
+    A module's cluster, for example, is made once if one process runs all of its tests.
     """
-    concerned = item.get_closest_marker("concerns")
-    changed = item.config.stash[_CHANGED]
-    if concerned and not any(path.startswith(concerned.args) for path in changed):
-        item.add_marker(pytest.mark.full)
-    found = getattr(item, "_fixtureinfo", None)
-    made = [each[-1].scope for each in found.name2fixturedefs.values()] if found else []
-    if "module" in made:
+    fixtures = getattr(item, "_fixtureinfo", None)
+    shared = [each[-1].scope for each in fixtures.name2fixturedefs.values()] if fixtures else []
+    if "module" in shared:
         item.add_marker(pytest.mark.xdist_group(item.nodeid.partition("::")[0]))
 
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Tests that are ``full`` run only where ``-m`` speaks of them."""
+    """Leaves out tests that are ``full``, unless ``-m`` names them, and those of no change."""
     # Each process of xdist would have another name for it, and then none runs anything.
     if unnamed := [item.nodeid for item in items if " at 0x" in item.nodeid]:
         raise pytest.UsageError(f"{unnamed[0]} has an address in its name; give its cases ids")
-    if "full" in config.getoption("markexpr"):
-        return
-    left = [item for item in items if item.get_closest_marker("full") is not None]
+    with_full = "full" in config.getoption("markexpr")
+    selection = config.stash[SELECTION]
+    concerned = cache(lambda file: selection is None or selection.concerns_test(file))
+    left: dict[pytest.Item, str] = {}
+    for item in items:
+        if not concerned(item.path):
+            left[item] = "unchanged"
+        elif item.get_closest_marker("full") and not with_full:
+            left[item] = "mutants" if _is_mutant(item.nodeid) else "full"
     if left:
-        config.hook.pytest_deselected(items=left)
+        config.hook.pytest_deselected(items=list(left))
         items[:] = [item for item in items if item not in left]
-    config.stash[_LEFT] = Counter(_kind(item.nodeid) for item in left)
+    config.stash[_LEFT] = Counter(left.values())
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
@@ -121,36 +130,43 @@ def pytest_testnodedown(node: Any, error: object) -> None:
 
 
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
-    """Nothing is lost silently: how many mutants ran, and how many tests were left out."""
+    """Nothing is lost silently: how many tests were left out, and why."""
     left = config.stash[_LEFT]
     ran = sum(
-        _kind(report.nodeid) == "mutants"
+        _is_mutant(report.nodeid)
         for reports in terminalreporter.stats.values()
         for report in reports
         if getattr(report, "when", "") == "call"
     )
-    for line in said(left, ran, config.getoption("mutants")):
+    options = config.option
+    for line in describe_left_out(left, ran, options.mutants, options.changed_since):
         terminalreporter.write_line(line, yellow=True)
 
 
-def said(left: Mapping[str, int], ran: int, number: int) -> list[str]:
-    """What a run says of what it left out; nothing, if it left out nothing.
+def describe_left_out(
+    left: Mapping[str, int], ran: int, sample: int, commit: str | None
+) -> list[str]:
+    """Says how many tests did not run, and why; nothing if all of them ran.
 
     Args:
-        left: How many mutants, and how many other tests, did not run.
-        ran: How many mutants did.
-        number: The sample that these are, besides those that a change may concern.
+        left: The numbers of tests that did not run, by reason.
+        ran: The number of mutants that ran.
+        sample: Which sample of the mutants these are; mutants that a change concerns ran, too.
+        commit: The commit with which the checkout was compared.
     """
+    mutants, full, unchanged = (left.get(key, 0) for key in ("mutants", "full", "unchanged"))
     lines = []
-    if mutants := left.get("mutants", 0):
+    if unchanged:
+        lines.append(f"{unchanged} tests reach no file that differs from {commit}, which passed")
+    if mutants:
         lines.append(
-            f"{ran} of {ran + mutants} mutants ran (sample {number % SAMPLES} of 0 to "
-            f"{SAMPLES - 1}, and those that changes concern); the others: nox -s full"
+            f"{ran} of {ran + mutants} mutants ran (sample {sample % SAMPLES} of 0 to "
+            f"{SAMPLES - 1}, and mutants that changes concern); the others: nox -s full"
         )
-    if others := left.get("others", 0):
-        lines.append(f"{others} other tests are full, or no change concerns them: nox -s full")
+    if full:
+        lines.append(f"{full} tests are marked full: nox -s full")
     return lines
 
 
-def _kind(nodeid: str) -> str:
-    return "mutants" if "test_a_mutant_is_killed_where_it_is_broken[" in nodeid else "others"
+def _is_mutant(nodeid: str) -> bool:
+    return "test_a_mutant_is_killed_where_it_is_broken[" in nodeid

@@ -11,7 +11,7 @@ import re
 import shutil
 import sys
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
+from functools import cache, partial
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -22,7 +22,8 @@ from nox.command import CommandFailed
 ROOT = Path(__file__).parent
 sys.path.insert(0, str(ROOT / "tests"))
 
-from nox_parts import Parts  # noqa: E402
+from nox_parts import Parts, join_parts  # noqa: E402
+from selection import Selection, changed_since  # noqa: E402
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -73,7 +74,8 @@ USUAL = {
     "python-3.12: pytest": 75,
     "quickstart: GRPO": 90,
 }
-PARTS = Parts(USUAL)
+OUT = ROOT / "out"
+PARTS = Parts(USUAL, record=OUT / "parts.jsonl")
 # nox has no hook for its end, and goes on after a session that fails.
 atexit.register(lambda: PARTS.done and PARTS.print_table(SHORT, LEFT_OUT))
 
@@ -81,7 +83,6 @@ nox.needs_version = ">=2024.10"
 nox.options.sessions = SHORT
 nox.options.reuse_existing_virtualenvs = True
 
-OUT = ROOT / "out"
 CONSTRAINTS = str(ROOT / "constraints.txt")
 CORE, LOSSES, CONFORMANCE = "core", "plugins/rl-losses", "tests/conformance"
 PLUGINS = {name: f"plugins/rl-{name}" for name in ("hf", "megatron", "vllm", "sglang")}
@@ -223,9 +224,11 @@ def run(session: nox.Session, what: str, program: str, *arguments: str) -> None:
         report = OUT / "tests" / f"{session.name} {what}.xml"
         arguments = (*arguments, "--junit-xml", str(report))
     wrote = next((Path(b) for a, b in pairwise(arguments) if a.startswith("--junit")), None)
+    # A change may concern no test: pytest then ends with 5.
+    codes = [0, 5] if any(part.startswith("--changed-since") for part in arguments) else [0]
     with PARTS.part(session.name, what, wrote):
         command = str(Path(session.env["VIRTUAL_ENV"], SCRIPTS, program))
-        session.run(command, *arguments, env=threads, external=True)
+        session.run(command, *arguments, env=threads, external=True, success_codes=codes)
 
 
 def at_once(work: Callable[[str], None], names: Iterable[str]) -> None:
@@ -234,10 +237,47 @@ def at_once(work: Callable[[str], None], names: Iterable[str]) -> None:
         list(threads.map(work, names))
 
 
+@cache
+def selection_since(commit: str) -> Selection:
+    """What the files concern that differ from a commit."""
+    return Selection(ROOT, tuple(changed_since(ROOT, commit)))
+
+
+def selection() -> Selection | None:
+    """What a run has to test, where CI names the commit that passed; None if everything."""
+    commit = os.environ.get("RL_CHANGED_SINCE")
+    return selection_since(commit) if commit else None
+
+
+def suite_is_concerned(plugin: str) -> bool:
+    """Whether the suite can end otherwise for a backend, or for core, than when it last passed."""
+    chosen = selection()
+    return chosen is None or chosen.concerns_packages(f"rl_{plugin}", "rl_conformance")
+
+
+def tests_are_concerned(*folders: str) -> bool:
+    """Whether a test in these folders reaches a file that changed."""
+    chosen = selection()
+    tests = [path for folder in folders for path in (ROOT / folder).rglob("test_*.py")]
+    return chosen is None or any(chosen.concerns_test(path) for path in tests)
+
+
+def engine_is_concerned(plugin: str) -> bool:
+    """Whether the session of an engine has anything to run."""
+    return suite_is_concerned(plugin) or tests_are_concerned(
+        f"{PLUGINS[plugin]}/tests", *OF_ENGINES
+    )
+
+
+def leave_out(session: nox.Session, what: str) -> None:
+    """Says at the end of the run that a change does not concern what is left out."""
+    PARTS.leave_out(session.name, f"{what}: no change since {os.environ['RL_CHANGED_SINCE'][:12]}")
+
+
 @nox.session(venv_backend="none")
 def environments(session: nox.Session) -> None:
     """All environments of the short run; alone, each session makes its own when it needs it."""
-    at_once(partial(environment, session), ("", *ENGINES))
+    at_once(partial(environment, session), ("", *filter(engine_is_concerned, ENGINES)))
 
 
 @nox.session(venv_backend="none")
@@ -268,7 +308,14 @@ def types(session: nox.Session) -> None:
 def tests(session: nox.Session) -> None:
     """Unit, property, integration and example tests; mutants take turns."""
     environment(session)
-    run(session, "pytest", "pytest", *IN_TWO, *session.posargs)
+    run_tests(session, *IN_TWO, *session.posargs)
+
+
+def run_tests(session: nox.Session, *arguments: str) -> None:
+    """Runs pytest on the tests that a change concerns, or on all of them."""
+    commit = os.environ.get("RL_CHANGED_SINCE")
+    since = [f"--changed-since={commit}"] if commit else []
+    run(session, "pytest", "pytest", *arguments, *since)
 
 
 @nox.session(venv_backend="none")
@@ -297,9 +344,23 @@ def coverage(session: nox.Session) -> None:
 
 @nox.session(venv_backend="none")
 def full(session: nox.Session) -> None:
-    """Everything: the short run, and all that it leaves out. Takes more than an hour."""
-    for name in [*SHORT, *LEFT_OUT]:
+    """Everything: the short run, and all that it leaves out. Takes some hours on two cores.
+
+    It may run in parts, session by session; ``full-report`` joins the parts of one commit.
+    """
+    os.environ.pop("RL_CHANGED_SINCE", None)
+    for name in [*SHORT, *LEFT_OUT, "full-report"]:
         session.notify(name)
+
+
+@nox.session(name="full-report", venv_backend="none")
+def full_report(session: nox.Session) -> None:
+    """One report of all parts that ran at this commit: out/full.md."""
+    report = join_parts(OUT / "parts.jsonl", [*SHORT, *LEFT_OUT])
+    (OUT / "full.md").write_text(report.text, encoding="utf-8")
+    session.log(report.text)
+    if not report.whole:
+        session.error("not every part has passed at this commit")
 
 
 @nox.session(venv_backend="none")
@@ -309,12 +370,21 @@ def conformance(session: nox.Session, plugin: str) -> None:
 
     Before it, the tests of a plugin whose engine has an environment of its own.
     """
-    environment(session, plugin if plugin in ENGINES else "")
-    if plugin in ENGINES:
-        run(session, "pytest", "pytest", *IN_TWO, f"{PLUGINS[plugin]}/tests", *OF_ENGINES)
-    # In two processes, unless a part is asked for.
-    how = session.posargs or ["-n", "2"]
-    run(session, "suite", "rl", "conformance", "run", plugin, *reports(plugin), *how)
+    folders = [f"{PLUGINS[plugin]}/tests", *OF_ENGINES] if plugin in ENGINES else []
+    with_tests = bool(folders) and tests_are_concerned(*folders)
+    with_suite = bool(session.posargs) or suite_is_concerned(plugin)
+    if with_tests or with_suite:
+        environment(session, plugin if plugin in ENGINES else "")
+    if with_tests:
+        run_tests(session, *IN_TWO, *folders)
+    elif folders:
+        leave_out(session, "pytest")
+    if with_suite:
+        # In two processes, unless a part is asked for.
+        options = session.posargs or ["-n", "2"]
+        run(session, "suite", "rl", "conformance", "run", plugin, *reports(plugin), *options)
+    else:
+        leave_out(session, "suite")
 
 
 @nox.session(venv_backend="none")
@@ -534,14 +604,18 @@ def fuzz(session: nox.Session) -> None:
 @nox.session
 def wheels(session: nox.Session) -> None:
     """Builds every wheel and tries them in an environment that has nothing else."""
+    chosen = selection()
+    packages = [path.rpartition("/")[2].replace("-", "_") for path in DISTRIBUTIONS]
+    packages = [{"core": "rl_core", "conformance": "rl_conformance"}.get(p, p) for p in packages]
+    if chosen is not None and not chosen.concerns_packages(*packages):
+        leave_out(session, "wheels")
+        return
     empty = environment_of_wheels(session)
     rl, elsewhere = str(empty / SCRIPTS / "rl"), {**os.environ, **COMPILE, "PYTHONPATH": ""}
     smoke = ["conformance", "run", "hf", "-k", "D1 or G3 or P1 or R1"]
     with PARTS.part(session.name, "first checks"), session.chdir(empty):
         for arguments in (["backends", "list"], ["backends", "doctor", "hf"], smoke):
             session.run(rl, *arguments, external=True, env=elsewhere)
-    with PARTS.part(session.name, "tutorial"):
-        follow_tutorial(session, empty, "--short")
 
 
 @nox.session

@@ -9,7 +9,9 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
-from nox_parts import Parts
+import nox_parts
+import pytest
+from nox_parts import Parts, join_parts
 
 LEFT_OUT = {"rest": "most mutants", "oldest": "an old engine"}
 SHORT = ["lint", "tests", "wheels"]
@@ -110,11 +112,50 @@ def test_a_session_that_was_asked_for_alone_leaves_nothing_out() -> None:
     assert len(parts.table(SHORT, LEFT_OUT)) == 3
 
 
+def test_what_a_change_does_not_concern_is_listed() -> None:
+    parts, _ = run_of("lint")
+    parts.leave_out("conformance(vllm)", "suite: no change since 1a2b")
+    expected = "Left out: conformance(vllm): suite: no change since 1a2b"
+    assert parts.table(SHORT, LEFT_OUT)[3:] == [expected]
+
+
+def test_parts_of_several_runs_make_one_report(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    report, record = tmp_path / "report.xml", tmp_path / "parts.jsonl"
+
+    def run(commit: str, session: str, fails: bool) -> None:
+        monkeypatch.setattr(nox_parts, "_commit", lambda: commit)
+        parts = Parts({}, stream=io.StringIO(), record=record)
+        with suppress(OSError), parts.part(session, "pytest", report):
+            report.write_text(REPORT)
+            if fails:
+                raise OSError
+
+    run("before", "wheels", fails=False)
+    run("now", "tests", fails=True)
+    run("now", "tests", fails=False)
+    run("now", "lint", fails=False)
+    joined = join_parts(record, ["lint", "tests", "wheels"])
+    assert not joined.whole
+    assert "- did not run: wheels" in joined.text
+    assert "| tests: pytest | 0 | 3 | passed |" in joined.text
+    again = joined.text.partition("## Failed once, and passed")[2]
+    assert "- tests: pytest: some.test_file::test_a: assert 1 == 2" in again
+    run("now", "wheels", fails=True)
+    failed = join_parts(record, ["lint", "tests", "wheels"]).text.partition("## Failed once")[0]
+    assert "- wheels: pytest: some.test_file::test_b: RuntimeError: at setup" in failed
+    run("now", "wheels", fails=False)
+    assert join_parts(record, ["lint", "tests", "wheels"]).whole
+
+
 NOXFILE = """
 import atexit, sys
 import nox
 sys.path.insert(0, {tests!r})
-from nox_parts import Parts
+import nox_parts
+import pytest
+from nox_parts import Parts, join_parts
 
 PARTS = Parts({{}})
 atexit.register(lambda: PARTS.print_table(["bad", "good"], {{"rest": "most mutants"}}))

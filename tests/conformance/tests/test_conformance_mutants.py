@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-import subprocess
 from pathlib import Path
 
 import kill_table
 import pytest
 import typer
-from mutant_sample import SAMPLES, changed_files, number_of, sampled, touched
 from mutants import Mutant, all_mutants, examine, quick, several_ranks, target
+from selection import SAMPLES, changed_since, sampled, touched
 from typer.testing import CliRunner
 
 from rl_conformance.catalogue import CLAUSES
@@ -42,7 +41,9 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """All mutants; those that are not in the sample are left to ``-m full``."""
     if "mutant" in metafunc.fixturenames:
         now = sampled(all_mutants(), metafunc.config.getoption("mutants"))
-        now += touched(all_mutants(), changed_files(metafunc.config.rootpath))
+        commit = metafunc.config.getoption("changed_since")
+        changed = changed_since(metafunc.config.rootpath, commit) if commit else []
+        now += touched(all_mutants(), changed)
         names = {mutant.name for mutant in now}
         each = [
             pytest.param(m, id=m.name, marks=[] if m.name in names else [pytest.mark.full])
@@ -77,33 +78,6 @@ def test_mutants_that_a_change_may_concern_are_always_looked_at() -> None:
     assert {mutant.module for mutant in written} == {"mutants.scorers"}
     assert {m.module.rpartition(".")[0] for m in all_mutants()} == {"mutants"}
     assert not touched(all_mutants(), ["README.md", "core/src/rl_core/batch/_columns.py"])
-
-
-def test_the_commit_says_whose_turn_it_is(tmp_path: Path) -> None:
-    def git(*command: str) -> str:
-        who = ["-c", "user.name=T", "-c", "user.email=t@example.org", "-c", "commit.gpgsign=false"]
-        done = subprocess.run(
-            ["git", *who, *command], cwd=tmp_path, check=True, capture_output=True, text=True
-        )
-        return done.stdout.strip()
-
-    git("init", "-q", "-b", "main")
-    for file in ("one", "two"):
-        (tmp_path / file).write_text(file)
-        git("add", file)
-        git("commit", "-q", "-m", file)
-    assert number_of(tmp_path) == int(git("rev-parse", "HEAD"), 16) % SAMPLES
-    assert changed_files(tmp_path) == ["two"]
-    git("switch", "-q", "-c", "branch")
-    (tmp_path / "one").write_text("more")
-    git("commit", "-q", "-am", "more")
-    (tmp_path / "two").write_text("not yet committed")
-    assert changed_files(tmp_path) == ["one", "two"]
-
-
-def test_without_git_it_is_the_day_and_nothing_is_known_to_have_changed(tmp_path: Path) -> None:
-    assert 0 <= number_of(tmp_path) < SAMPLES
-    assert changed_files(tmp_path) == []
 
 
 def test_every_clause_has_a_mutant() -> None:
