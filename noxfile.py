@@ -69,7 +69,7 @@ USUAL = {
     "conformance(sglang): pytest": 90,
     "conformance(sglang): suite": 260,
     "wheels: install": 25,
-    "wheels: tutorial": 210,
+    "tutorial: tutorial": 210,
     "python-3.12: environment": 80,
     "python-3.12: pytest": 75,
     "quickstart: GRPO": 90,
@@ -146,7 +146,7 @@ FOR_VERL = [
     "wandb",
 ]
 SCRIPTS = "Scripts" if sys.platform == "win32" else "bin"
-IN_TWO = ["-n", "2", "--dist", "loadgroup"]
+IN_TWO = ["-n", str(min(2, os.cpu_count() or 1)), "--dist", "loadgroup"]
 #: Found here because pyenv's ``python3.12`` fails unless that version is selected.
 NEXT_PYTHON = next(map(str, Path.home().glob(".pyenv/versions/3.12.*/bin/python")), "3.12")
 #: pip compiles every module of an environment, which takes as long as the rest of its work; Python
