@@ -152,6 +152,12 @@ def test_an_error_of_the_trainer_is_not_tried_again(pair, events):
     assert names(events)[-2:] == ["refit_started", "refit_failed"]
 
 
+def test_a_bad_option_is_refused_before_anything_is_told(pair, events):
+    with pytest.raises(ConfigError):
+        go(*pair, version=0)
+    assert events == []
+
+
 # -- which error is raised ------------------------------------------------------------------------
 
 
@@ -176,6 +182,15 @@ def test_an_engine_that_gave_up_on_its_own_is_named(pair):
     update = engine.receive_weights
     engine.receive_weights = lambda **options: update(**options | {"deadline_s": 0.3})
     with engine.lock, pytest.raises(RefitError, match=r"0\.3 s"):
+        go(trainer, engine)
+
+
+def test_only_a_rank_that_sends_has_an_engine(pair):
+    trainer, engine = pair
+    with pytest.raises(ConfigError, match="has no engine"):
+        go(trainer, None)
+    trainer.prepare_refit_info = lambda: None
+    with pytest.raises(ConfigError, match="does not send from here"):
         go(trainer, engine)
 
 

@@ -21,10 +21,12 @@ from simple_pair import (
     go,
     make_persistent,
     same,
+    until,
 )
 
 from rl_core.errors import (
     ConfigError,
+    LifecycleError,
     RefitAborted,
     RefitError,
     RefitPeerError,
@@ -158,6 +160,28 @@ def test_descriptions_asked_for_at_once_name_one_end(both, monkeypatch):
     assert len(set(addresses)) == 1
 
 
+def test_an_engine_does_not_wait_for_a_refit_that_the_trainer_could_not_begin(both, monkeypatch):
+    trainer, engine = both
+
+    def refuse(number: int, deadline_s: float) -> None:
+        raise LifecycleError("the ranks are out of step")
+
+    monkeypatch.setattr(trainer.source, "open", refuse)
+    with pytest.raises(LifecycleError, match="out of step"):
+        go(trainer, engine, deadline_s=600)
+    until(lambda: not engine.receiver.jobs, "the end of the engine's call")
+    monkeypatch.undo()
+    assert go(trainer, engine).version == 1
+
+
+def test_a_trainer_does_not_wait_for_an_engine_that_could_not_be_asked(both, monkeypatch):
+    trainer, engine = both
+    monkeypatch.setattr(engine, "receive_weights", lambda **_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        go(trainer, engine, deadline_s=600)
+    until(lambda: not trainer.sender.jobs, "the end of the trainer's call")
+
+
 # -- a refit that fails on one side ----------------------------------------------------------------
 
 
@@ -170,6 +194,39 @@ def test_a_trainer_that_has_no_room_for_a_refit_says_so_in_the_engines_place(bot
     monkeypatch.setattr("rl_core.weights.transports.control.require_room", scarce)
     with pytest.raises(RefitError, match="no room for a refit"):
         go(trainer, engine)
+
+
+def test_a_refit_that_runs_keeps_its_end_where_the_next_one_has_no_room(both, monkeypatch):
+    trainer, engine = both
+    failures: list[Any] = []
+
+    def scarce() -> None:
+        raise RefitError("no room for a refit")
+
+    def ask_for_another(_: str) -> None:
+        trainer.source.before = lambda _: None
+        with monkeypatch.context() as patch:
+            patch.setattr("rl_core.weights.transports.control.require_room", scarce)
+            failures.append(trainer.sender.send().exception(SOON))
+
+    trainer.source.before = ask_for_another
+    assert go(trainer, engine, mode="packed").version == 1
+    assert "no room" in str(failures[0])
+
+
+def test_a_refit_may_be_cancelled_before_it_is_asked_for(both):
+    """The two calls of a refit may travel on ways of their own."""
+    trainer, engine = both
+    info = trainer.prepare_refit_info()
+    engine.prepare_refit_info(info)
+    for end, call in (
+        (engine.receiver, engine.receiver.receive),
+        (trainer.sender, trainer.sender.send),
+    ):
+        end.cancel(info["number"])
+        with pytest.raises(RefitAborted, match="refit 1 was already requested or cancelled"):
+            call(number=info["number"], deadline_s=600)
+    assert go(trainer, engine).version == 1
 
 
 def test_a_call_whose_refit_is_over_ends_at_once(both):
@@ -194,6 +251,14 @@ def test_another_version_of_rl_core_is_refused_by_name(both, theirs):
         engine.prepare_refit_info(info)
     assert f"protocol {PROTOCOL}" in str(error.value)
     assert "same rl-core" in str(error.value.fix)
+
+
+@pytest.mark.parametrize("value", [0, -1, 1e10, True, "1"])
+def test_a_receiver_refuses_a_deadline_that_is_none(both, value):
+    trainer, engine = both
+    engine.prepare_refit_info(trainer.prepare_refit_info())
+    with pytest.raises(ConfigError, match="deadline_s"):
+        engine.receiver.receive(deadline_s=value)
 
 
 def test_a_trainer_that_is_not_to_be_seen_from_here_is_told_from_a_dead_one(both, tmp_path):
