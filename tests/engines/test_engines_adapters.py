@@ -13,24 +13,11 @@ import torch
 from engines.kinds import KINDS, Kind
 from real_engines import difference, hf_policy, prompts
 
-from rl_conformance.doubles import Engines
-from rl_conformance.faults import (
-    a_bit_changes,
-    between_tensors,
-    dropping,
-    failing_finish,
-    failing_write,
-    in_the_engine,
-    source_class,
-)
-from rl_conformance.weights import engine_weights, policy_weights, same_weights
-from rl_core.errors import CapabilityError, ConfigError, ManifestMismatchError, RefitError
+from rl_core.errors import CapabilityError, ConfigError, RefitError
 from rl_core.weights import refit
 from rl_hosting import LocalCluster
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from rl_core.batch import BatchedDataDict
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
@@ -82,53 +69,6 @@ def same_rows(one: BatchedDataDict[Any], other: BatchedDataDict[Any]) -> bool:
     """The same tokens, and log-probs but for the rounding of a prompt that is in the cache."""
     close = torch.allclose(one["logprobs"], other["logprobs"], rtol=0.0, atol=2e-5)
     return close and torch.equal(one["output_ids"], other["output_ids"])
-
-
-CASES: dict[str, list[tuple[str, dict[str, Any]]]] = {
-    "vllm": [
-        ("qwen2", {}),
-        ("llama", {"async_engine": True}),
-        ("qwen3", {"tensor_parallel_size": 2}),
-    ],
-    "sglang": [("llama", {}), ("qwen3", {"tp_size": 2})],
-}
-#: vLLM imports itself anew in each of two workers; SGLang's are forked.
-IN_SHORT = {"vllm": CASES["vllm"][0], "sglang": CASES["sglang"][1]}
-
-
-@pytest.mark.parametrize(
-    ("kind", "family", "engine_config"),
-    [
-        pytest.param(name, *case, marks=[] if case == IN_SHORT[name] else [pytest.mark.full])
-        for name, cases in CASES.items()
-        for case in cases
-    ],
-    indirect=["kind"],
-)
-def test_a_refit_of_adapters_brings_the_engine_to_the_policy(
-    kind, family, engine_config, start, adapted
-):
-    engine = start(family, SERVED | engine_config, **EXACT)
-    policy = adapted(family, seed=None)
-    assert difference(policy, greedy(engine)) < 1e-4  # the base, as B is 0
-    ways: list[dict[str, Any]] = [
-        {"verify": "installed"},
-        {"transport": "collective", "verify": "installed"},
-        {"bucket_bytes": 2000},
-        {"isolation": "staged", "verify": "installed"},
-    ]
-    for version, options in enumerate(ways, 1):
-        change(policy, version)
-        report = refit(policy, engine, deadline_s=60.0, **options)
-        assert report.bytes == sum(t.nbytes for t in policy_weights(policy).values())
-        assert (engine.weights_version, engine.weights_origin) == (version, policy.weights_origin)
-        same_weights(engine_weights(engine), policy_weights(policy), "the engine")
-        for how in (True, False):
-            assert difference(policy, engine.generate(prompts(), greedy=how)) < 1e-4
-    change(policy, 9, "layers.1.self_attn.v_proj.lora_B")
-    assert refit(policy, engine, delta=True, deadline_s=60.0).tensors == 1
-    same_weights(engine_weights(engine), policy_weights(policy), "the engine")
-    assert difference(policy, greedy(engine)) < 1e-4
 
 
 #: A fresh engine without any of our code that generates with an adapter in a directory.
@@ -207,53 +147,6 @@ def test_a_fresh_engine_with_the_saved_adapter_generates_the_same(
         assert logprobs[i][: len(ids)] == pytest.approx(known, abs=2e-5)
 
 
-_TENSOR = "base_model.model.model.layers.1.mlp.up_proj.lora_B.weight"
-FAULTS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
-    # First, before the tensor that it leaves out is in the engine's buffers.
-    "at the read back": (dropping, {"tensor": _TENSOR}),
-    "at a write": (failing_write, {"after": 3}),
-    "at the finish": (failing_finish, {}),
-}
-
-
-def test_the_old_adapter_serves_on_after_a_refit_that_failed(start, adapted):
-    engine, other = (start("qwen2", SERVED, **EXACT) for _ in range(2))
-    policy = adapted("qwen2")
-    both = Engines(engine, other)
-    for version, isolation in ((1, "quiesced"), (2, "staged")):
-        how = {"isolation": isolation, "verify": "installed", "deadline_s": 60.0}
-        refit(policy, both, **how)
-        before, weights = greedy(engine), engine_weights(engine)
-        change(policy, version + 1)
-        for fault, arguments in FAULTS.values():
-            with in_the_engine(engine, fault, **arguments), pytest.raises(RefitError):
-                refit(policy, both, **how)
-            for one in (engine, other):
-                assert one.weights_version == version
-                assert same_rows(greedy(one), before)
-                same_weights(engine_weights(one), weights, "the engine")
-        with a_bit_changes(), pytest.raises(RefitError):
-            refit(policy, both, **how)
-        assert same_rows(greedy(engine), before)
-    refit(policy, both, delta=True, verify="installed", deadline_s=60.0)
-    for one in (engine, other):
-        same_weights(engine_weights(one), policy_weights(policy), "the engine")
-        assert difference(policy, greedy(one)) < 1e-4
-
-
-def test_the_old_adapter_serves_while_a_staged_one_arrives(start, adapted):
-    engine, policy = start("qwen2", SERVED, **EXACT), adapted("qwen2")
-    refit(policy, engine, deadline_s=60.0)
-    before, seen = greedy(engine), []
-    change(policy, 2)
-    with between_tensors(source_class(policy), after=5, act=lambda: seen.append(greedy(engine))):
-        refit(policy, engine, isolation="staged", bucket_bytes=2000, deadline_s=60.0)
-    [during] = seen
-    assert same_rows(during, before)
-    assert set(during["weights_version"].tolist()) == {1}
-    assert difference(policy, greedy(engine)) < 1e-4
-
-
 def test_an_engine_that_comes_late_gets_the_adapter_of_the_others(start, adapted):
     engine, policy = start("qwen2", SERVED, **EXACT), adapted("qwen2")
     refit(policy, engine, deadline_s=60.0)
@@ -261,24 +154,6 @@ def test_an_engine_that_comes_late_gets_the_adapter_of_the_others(start, adapted
     refit(policy, late, version=policy.weights_version, deadline_s=60.0)
     assert late.weights_version == 1
     assert same_rows(greedy(late), greedy(engine))
-
-
-def test_other_adapters_than_the_engine_serves_are_refused_by_name(start, adapted, tiny):
-    engine = start("qwen2", SERVED, **EXACT)
-    refit(adapted("qwen2"), engine, deadline_s=60.0)
-    before = greedy(engine)
-    others = {
-        "q_proj.lora_A": adapted("qwen2", r=8),
-        "down_proj.lora_B": adapted("qwen2", target_modules=["q_proj", "v_proj"]),
-        "lm_head.weight": hf_policy(tiny("qwen2"), lora=LORA),
-    }
-    for name, policy in others.items():
-        with pytest.raises(ManifestMismatchError) as caught:
-            refit(policy, engine, deadline_s=30.0)
-        named = [one for names in caught.value.details.values() if names for one in [str(names)]]
-        assert any(name in one for one in named), caught.value.details
-        policy.shutdown()
-    assert same_rows(greedy(engine), before)
 
 
 #: A trainer that is killed before its sixth tensor.

@@ -13,9 +13,8 @@ import psutil
 import pytest
 import torch
 import typer
-from architectures.outcome import Difference, Run, Status, Trial
-from architectures.report import merge_runs, read_runs, to_json, to_markdown
-from architectures.table import ARCHITECTURES, choose
+from architectures.outcome import Run, Status, Trial
+from architectures.report import to_json
 from architectures.trial import try_architectures
 from click.testing import Result
 from try_architectures import main
@@ -175,40 +174,6 @@ def run_of(*trials: Trial, backend: str = "mine", engine: str = "mine 1", date: 
     return Run(backend, {"engine": engine, "date": date}, trials, 2.0)
 
 
-def test_a_run_is_read_back(tmp_path: Path) -> None:
-    difference = Difference(1e-7, None, 12)
-    run = run_of(Trial("llama", Status.WRONG, "why", 1.5, None, difference))
-    (tmp_path / "a.json").write_text(to_json([run]))
-    assert read_runs(tmp_path / "a.json") == [run]
-    for damaged in ("{}", "[]", '{"schema": 2, "runs": []}', "no"):
-        (tmp_path / "b.json").write_text(damaged)
-        with pytest.raises(ConfigError, match=r"b\.json is not a report of architectures"):
-            read_runs(tmp_path / "b.json")
-
-
-def test_what_was_tried_last_counts() -> None:
-    old = run_of(Trial("llama", Status.FAILS), Trial("gemma", Status.EXACT), date="1")
-    new = run_of(Trial("llama", Status.EXACT), date="2")
-    other = run_of(Trial("llama", Status.REFUSED), engine="mine 2")
-    for runs in ([old, new, other], [other, new, old]):
-        one, two = merge_runs(runs)
-        assert {t.architecture: t.status for t in one.trials} == {
-            "llama": Status.EXACT,
-            "gemma": Status.EXACT,
-        }
-        assert two == other
-
-
-def test_the_table_has_a_column_for_each_engine_and_a_reason_for_each_cell() -> None:
-    one = run_of(Trial("llama", Status.EXACT), Trial("gemma", Status.WRONG, "by 4 in a_norm"))
-    two = run_of(Trial("llama", Status.REFUSED, "why"), backend="other", engine="other 2")
-    page = to_markdown([one, two])
-    assert "| architecture | mine: mine 1 | other: other 2 |" in page
-    assert "| gemma | **wrong** (1) |  |" in page
-    assert "| llama | exact | refused (2) |" in page
-    assert "1. **gemma**, mine 1: by 4 in a\\_norm\n2. **llama**, other 2: why\n" in page
-
-
 def test_what_was_wrong_already_does_not_fail_a_run_and_what_was_exact_must_be() -> None:
     exact, wrong = Trial("llama", Status.EXACT), Trial("gemma", Status.WRONG, "by 4")
     assert not run_of(exact).problems()
@@ -240,22 +205,3 @@ def test_the_command_tries_backends_and_merges(tmp_path: Path) -> None:
     assert "mine: gemma: wrong: by 4" in done.output
     assert "| llama | exact | exact | exact |" in page.read_text()
     assert command(*merge, "--known", str(tmp_path / "b.json")).exit_code == 0
-
-
-@pytest.mark.parametrize(
-    ("words", "says"),
-    [
-        ([], "nothing to try"),
-        (["reference", "-k", "nothing"], "no architecture 'nothing'"),
-        (["nobody"], "nobody"),
-    ],
-)
-def test_the_command_names_what_it_does_not_know(words: list[str], says: str) -> None:
-    done = command(*words)
-    assert done.exit_code != 0
-    assert says in str(done.exception)
-
-
-def test_architectures_are_in_the_order_of_the_alphabet() -> None:
-    assert list(ARCHITECTURES) == sorted(ARCHITECTURES)
-    assert choose(["qwen2", "llama"]) == ["llama", "qwen2"]

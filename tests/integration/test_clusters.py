@@ -15,7 +15,6 @@ import torch
 from cluster_doubles import (
     BACKEND,
     CONFIG,
-    FINISH_LATE,
     RAISE_DATA,
     RAISE_FOREIGN,
     DoubleGeneration,
@@ -29,13 +28,10 @@ from prompt_rows import prompts
 
 from rl_core.batch import BatchedDataDict
 from rl_core.errors import (
-    CapabilityError,
     ConfigError,
     DataError,
     DeadlineError,
     LifecycleError,
-    RefitAborted,
-    RLError,
     WeightsTornError,
     WorkerDiedError,
     WorkerError,
@@ -137,16 +133,6 @@ def test_greedy_rows_over_two_replicas_equal_the_embedded_ones(pair: RemoteGener
     assert_equal(pair.generate(data, greedy=True), embedded().generate(data, greedy=True))
 
 
-def test_rows_with_given_seeds_equal_the_embedded_ones(pair: RemoteGeneration) -> None:
-    data = prompts(*RAGGED, seed=torch.arange(5))
-    assert_equal(pair.generate(data), embedded().generate(data))
-
-
-def test_without_a_seed_two_calls_differ(pair: RemoteGeneration) -> None:
-    data = prompts(*RAGGED)
-    assert not pair.generate(data)["output_ids"].equal(pair.generate(data)["output_ids"])
-
-
 def test_a_configured_seed_and_samples_equal_the_embedded_ones(
     cluster: Cluster, manifest: Any
 ) -> None:
@@ -157,12 +143,6 @@ def test_a_configured_seed_and_samples_equal_the_embedded_ones(
     expected = embedded(seed=7, num_generations=3, pad_token_id=999).generate(data)
     assert_equal(generation.generate(data), expected)
     assert (expected["output_ids"] == 999).any()
-
-
-@pytest.mark.parametrize("rows", [[], [[3, 4]]])
-def test_fewer_rows_than_replicas(pair: RemoteGeneration, rows: list[list[int]]) -> None:
-    data = prompts(*rows)
-    assert_equal(pair.generate(data, greedy=True), embedded().generate(data, greedy=True))
 
 
 def test_the_asynchronous_rows_make_up_the_batch(pair: RemoteGeneration) -> None:
@@ -176,53 +156,11 @@ def test_the_asynchronous_rows_make_up_the_batch(pair: RemoteGeneration) -> None
     assert_equal(batch, pair.generate(data))
 
 
-def test_asynchronous_rows_come_as_they_finish(pair: RemoteGeneration) -> None:
-    data = prompts([FINISH_LATE], [5], [6], [7], [8], [9])
-
-    async def order() -> list[int]:
-        return [row async for row, _ in pair.generate_async(data, greedy=True)]
-
-    # Rows 0, 2 and 4 share a replica, which finishes row 0 last.
-    rows = asyncio.run(order())
-    assert sorted(rows) == [0, 1, 2, 3, 4, 5]
-    assert rows.index(0) > rows.index(2)
-    assert rows.index(0) > rows.index(4)
-
-
-def test_a_stream_that_is_left_early_frees_its_replicas(pair: RemoteGeneration) -> None:
-    data = prompts(*RAGGED)
-
-    async def first() -> None:
-        stream = pair.generate_async(data)
-        await anext(stream)
-        await stream.aclose()
-
-    asyncio.run(first())
-    assert pair.generate(data, greedy=True).size == 5
-
-
 def test_a_bad_row_is_named_by_its_place_in_the_whole_batch(pair: RemoteGeneration) -> None:
     data = prompts(*RAGGED)
     data["input_ids"][3, -1] = 5
     with pytest.raises(DataError, match="row 3"):
         pair.generate(data)
-
-
-def test_generating_while_asleep_is_the_embedded_error(pair: RemoteGeneration) -> None:
-    assert pair.finish_generation()
-    with pytest.raises(LifecycleError, match="asleep") as caught:
-        pair.generate(prompts([5]))
-    assert isinstance(caught.value, WorkerError)
-    assert pair.prepare_for_generation()
-
-
-def test_a_worker_has_the_variables_of_the_manifest(pair: RemoteGeneration) -> None:
-    assert pair._group.attributes("environment") == ["from manifest"] * 2
-
-
-def test_unsupported_transports_are_refused_here(pair: RemoteGeneration) -> None:
-    with pytest.raises(CapabilityError, match="collective"):
-        pair.init_collective("127.0.0.1", 1, 2)
 
 
 # -- errors and deaths -----------------------------------------------------------------------------
@@ -244,16 +182,6 @@ def test_an_error_of_ours_keeps_class_fix_and_details(pair: RemoteGeneration) ->
     error = caught.value
     assert isinstance(error, WorkerError)
     assert (error.fix, error.details["row"]) == ("mend it", 7)
-
-
-def test_a_stream_raises_the_same_errors(pair: RemoteGeneration) -> None:
-    async def read() -> None:
-        async for _ in pair.generate_async(prompts([RAISE_FOREIGN])):
-            pass
-
-    with pytest.raises(RuntimeError, match="on fire") as caught:
-        asyncio.run(read())
-    assert isinstance(caught.value, WorkerError)
 
 
 def test_a_backend_that_cannot_be_built_leaves_its_place_free(
@@ -353,13 +281,6 @@ def test_a_refit_reaches_all_replicas_and_their_versions_agree(
     assert output["logprobs"].min() == -3.0
 
 
-def test_a_ticket_reaches_all_replicas(pair: RemoteGeneration, policy: RemotePolicy) -> None:
-    before = pair.weights_version
-    [keys] = policy.prepare_weights_for_ipc()
-    assert pair.update_weights(policy.get_weights_ipc_handles(keys, receivers=2))
-    assert pair.weights_version == before + 1
-
-
 def test_replicas_of_different_versions_do_not_serve_until_a_refit(
     pair: RemoteGeneration, policy: RemotePolicy
 ) -> None:
@@ -374,20 +295,6 @@ def test_replicas_of_different_versions_do_not_serve_until_a_refit(
         pair.generate(prompts(*RAGGED))
     report = refit(policy, pair, deadline_s=60)
     assert pair.weights_version == report.version
-
-
-def test_a_refit_takes_the_place_of_one_that_waits_and_keeps_its_own_deadline(
-    pair: RemoteGeneration, policy: RemotePolicy
-) -> None:
-    pair.prepare_refit_info(policy.prepare_refit_info())
-    replaced = pair.receive_weights(deadline_s=60)
-    for late in pair.receive_weights(deadline_s=0.5):
-        with pytest.raises(RLError, match=r"within 0\.5 s"):
-            wait(late, 30)
-    for one in replaced:
-        with pytest.raises(RefitAborted, match="newer refit"):
-            wait(one, 30)
-    refit(policy, pair, deadline_s=60)
 
 
 # -- policy ----------------------------------------------------------------------------------------
@@ -413,17 +320,6 @@ def test_every_step_is_divided_among_the_ranks_with_groups_whole(policy: RemoteP
     ]
 
 
-def test_rows_that_do_not_fill_the_global_batches_are_refused(policy: RemotePolicy) -> None:
-    with pytest.raises(DataError, match="not a multiple"):
-        policy.train(prompts([1], [2], [3], sample_mask=torch.ones(3)), PairLoss(), gbs=2)
-
-
-def test_a_builtin_exception_keeps_its_class(policy: RemotePolicy) -> None:
-    with pytest.raises(KeyError, match="no such checkpoint") as caught:
-        policy.save_checkpoint("nowhere")
-    assert isinstance(caught.value, WorkerError)
-
-
 def test_a_loss_of_the_users_own_file_reaches_the_workers(policy: RemotePolicy) -> None:
     class Own(PairLoss):
         group_size = 1
@@ -433,12 +329,6 @@ def test_a_loss_of_the_users_own_file_reaches_the_workers(policy: RemotePolicy) 
 
 
 # -- the cluster -----------------------------------------------------------------------------------
-
-
-def test_workers_end_with_their_cluster(launch: Callable[..., Any], manifest: Any) -> None:
-    with launch(1) as cluster:
-        processes = pids(RemoteGeneration(cluster, manifest, CONFIG))
-    wait_until_gone(processes)
 
 
 def test_more_workers_than_places_are_refused(cluster: Cluster, manifest: Any) -> None:

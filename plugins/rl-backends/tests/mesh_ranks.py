@@ -12,7 +12,6 @@ from torch import distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
-from torch.distributed.tensor import DTensor, Partial
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     RowwiseParallel,
@@ -20,10 +19,8 @@ from torch.distributed.tensor.parallel import (
 )
 
 from rl_backends.modules import ModuleReceiver
-from rl_backends.pieces import DTensorSource
 from rl_conformance.doubles import Engines
 from rl_core.weights import refit
-from rl_core.weights.sending.share import Share
 
 
 class Net(nn.Module):
@@ -94,16 +91,6 @@ class MeshRank:
     def refit(self, **options: Any) -> dict[str, Any]:
         return refit(self.model, self.engine, **{"deadline_s": 30.0} | options).as_dict()
 
-    def refit_twice(self, pipe: Any = None) -> list[Any]:
-        """Of two refits the first cannot begin; the pipe gets a sign in between."""
-        try:
-            self.refit(transport="none that is installed")
-        except Exception as error:
-            if pipe is not None:
-                pipe.send(True)
-            return [type(error).__name__, self.refit()]
-        raise AssertionError("there is such a transport")
-
     def fail(self) -> None:
         """Fails to refit a module, before it comes to the other ranks."""
         refit(self.model, {})  # type: ignore[arg-type]
@@ -145,41 +132,6 @@ class MeshRank:
         whole: torch.Tensor = self.model.state_dict()[name].full_tensor().detach()
         return whole
 
-    def forward(self) -> None:
-        """Leaves the root's parameters whole, as FSDP does after a forward pass."""
-        with torch.no_grad():
-            self.model.eval()(torch.tensor([1, 2, 3]))
-
-    def change_within(self) -> None:
-        """Has the module change while a refit reads it on this rank, once."""
-        pieces = DTensorSource.pieces
-
-        def first(source: DTensorSource) -> Any:
-            DTensorSource.pieces = pieces
-            found = pieces(source)
-            with torch.no_grad():
-                self.model.up.weight.to_local().mul_(2)
-            return found
-
-        DTensorSource.pieces = first
-
-    def wait_within(self, pipe: Any) -> None:
-        """Has a refit wait on this rank for ever, before a bucket, after it has reported that."""
-
-        def wait(share: Any, index: int) -> Any:
-            pipe.send(index)
-            threading.Event().wait()
-
-        Share.put = wait
-
-    def partial(self) -> None:
-        mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-        sums = DTensor.from_local(torch.ones(13), mesh, [Partial()], run_check=False)
-        self.model.up.bias = nn.Parameter(sums)
-
-    def other_engine(self, engine: bool) -> None:
-        self.engine = Net(98) if engine else None
-
     def two_engines(self) -> None:
         self.receiving = [Net(98), Net(97)]
         self.engine = Engines(*map(ModuleReceiver, self.receiving))
@@ -187,18 +139,6 @@ class MeshRank:
     def received(self) -> list[dict[str, torch.Tensor]]:
         """What both of them have."""
         return [dict(engine.state_dict()) for engine in self.receiving]
-
-    def torn_engine(self) -> None:
-        """An engine that fails once all was read and confirmed."""
-
-        def fail(version: int) -> None:
-            raise ValueError("out of luck")
-
-        self.receiving = Net(98)
-        self.engine = ModuleReceiver(self.receiving, on_commit=fail)
-
-    def other_width(self) -> None:
-        self.engine = Net(98, width=5)
 
     def drop(self) -> tuple[int, int]:
         """Descriptors and threads that are left without the module and the engine."""

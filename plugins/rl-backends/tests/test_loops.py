@@ -45,13 +45,6 @@ def drawn(output: BatchedDataDict[Any]) -> list[int]:
 # -- seeds ----------------------------------------------------------------------------------------
 
 
-def test_a_seed_draws_anew_in_every_call_and_the_same_in_a_fresh_engine(make):
-    first, second = make(seed=3), make(seed=3)
-    calls = [drawn(first.generate(prompts([5]))) for _ in range(8)]
-    assert len({tuple(call) for call in calls}) > 4
-    assert [drawn(second.generate(prompts([5]))) for _ in range(8)] == calls
-
-
 def test_calls_that_draw_nothing_from_the_seed_do_not_count(make):
     plain, other = make(seed=3), make(seed=3)
     expected = [drawn(plain.generate(prompts([5], [6]))) for _ in range(2)]
@@ -59,22 +52,6 @@ def test_calls_that_draw_nothing_from_the_seed_do_not_count(make):
     other.generate(prompts([5], seed=torch.tensor([1])))
     other.generate(prompts())
     assert [drawn(other.generate(prompts([5], [6]))) for _ in range(2)] == expected
-
-
-def test_rows_that_are_refused_count(make):
-    [_, second] = drawn(make(seed=3).generate(prompts([5], [6])))
-    other = make(seed=3)
-    with pytest.raises(DataError):
-        other.generate(prompts([]))
-    assert drawn(other.generate(prompts([6]))) == [second]
-
-
-def test_asynchronous_calls_count_as_they_are_made_not_as_they_are_read(make):
-    expected = [drawn(engine.generate(prompts([5]))) for engine in [make(seed=3)] for _ in range(3)]
-    engine = make(seed=3)
-    streams = [engine.generate_async(prompts([5])) for _ in range(3)]
-    read = {n: drawn(collect(streams[n])[0][1]) for n in (2, 0, 1)}
-    assert [read[n] for n in range(3)] == expected
 
 
 # -- the front door -------------------------------------------------------------------------------

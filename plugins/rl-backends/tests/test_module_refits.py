@@ -16,11 +16,8 @@ from remote import Remote
 from torch import nn
 
 from rl_backends.modules import ModuleReceiver, ModuleSender
-from rl_backends.tensors import NamedTensorSource, module_tensors
-from rl_conformance.doubles import Engine
-from rl_core import CapabilityError, ConfigError, LifecycleError, RefitCorrupted, RLError
+from rl_core import CapabilityError, ConfigError, LifecycleError, RLError
 from rl_core.futures import wait
-from rl_core.interfaces import WeightSource
 from rl_core.weights import refit
 
 if TYPE_CHECKING:
@@ -82,13 +79,6 @@ def test_wrappers_have_the_names_of_what_they_wrap(kind: str) -> None:
     same(Model(1), engine)
 
 
-def test_an_engine_of_another_dtype_gets_rounded_values() -> None:
-    trainer, engine = Model(1), Model(2, torch.bfloat16)
-    refit(trainer, engine, verify="installed")
-    same(trainer, engine)
-    assert engine.embed.weight.dtype == torch.bfloat16
-
-
 class Headed(nn.Module):
     """A model inside another one, as trainers with a value head have it."""
 
@@ -123,14 +113,6 @@ def test_two_tensors_never_get_one_name() -> None:
         refit(Model(1), Model(2), rename=lambda name: "odd" if name == "scale" else name)
 
 
-def test_a_source_serves_all_refits() -> None:
-    trainer, engine = Model(1), Model(2)
-    source = NamedTensorSource(module_tensors(trainer))
-    for version in (1, 2):
-        assert refit(source, engine).version == version
-    same(trainer, engine)
-
-
 @pytest.mark.usefixtures("one_process")
 def test_tensors_that_are_not_whole_are_refused() -> None:
     from torch.distributed.fsdp import fully_shard
@@ -154,35 +136,9 @@ def test_tensors_that_are_not_whole_are_refused() -> None:
     assert all(torch.equal(before[name], now) for name, now in engine.state_dict().items())
 
 
-def in_place(model: nn.Module) -> None:
-    with torch.no_grad():
-        model.norm.running_mean.add_(1)
-
-
 def fused(model: nn.Module) -> None:
     model.scale.grad = torch.ones_like(model.scale)
     torch.optim.AdamW([model.scale], fused=True).step()
-
-
-def loaded(model: nn.Module) -> None:
-    model.load_state_dict(Model(5).state_dict())
-
-
-@pytest.mark.parametrize("change", [in_place, fused, loaded])
-@pytest.mark.parametrize("mode", ["direct", "packed"])
-def test_a_change_meanwhile_is_noticed(change: Any, mode: str) -> None:
-    trainer, model = Model(1), Model(2)
-    trainer.odd = nn.Parameter(trainer.odd.detach().contiguous())
-    engine = Engine(module_tensors(model))
-    engine.on |= dict.fromkeys(engine.tensors, lambda: change(trainer))
-    # An engine that reads the trainer's own memory may see first that it is another.
-    with pytest.raises((LifecycleError, RefitCorrupted), match=r"changed during a refit|not those"):
-        refit(trainer, engine, mode=mode)
-    assert engine.weights_version == 0
-    engine.on.clear()
-    refit(trainer, engine, mode=mode)
-    same(trainer, model)
-    engine.close()
 
 
 def test_the_ends_close_when_their_modules_go() -> None:
@@ -220,27 +176,6 @@ def test_a_module_in_the_wrong_place_is_named() -> None:
         refit(object(), trainer)
     with pytest.raises(ConfigError, match="rename is only for a torch module"):
         refit(ModuleSender(trainer), Model(2), rename=strip)
-
-
-class Borrowed(WeightSource):
-    """A source that breaks."""
-
-    def specs(self) -> Any:
-        return NamedTensorSource(module_tensors(Model(1))).specs()
-
-    def tensors(self, names: Any) -> Any:
-        raise RuntimeError("the disk is gone")
-
-    def confirm(self) -> None:
-        """Nothing changes."""
-
-
-def test_a_source_that_breaks_is_an_error_of_the_refit() -> None:
-    engine = Model(2)
-    before = engine.embed.weight.clone()
-    with pytest.raises((RLError, RuntimeError), match="the disk is gone"):
-        refit(Borrowed(), engine)
-    assert torch.equal(engine.embed.weight, before)
 
 
 @pytest.mark.parametrize("killed", [False, True])

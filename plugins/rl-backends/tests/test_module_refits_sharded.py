@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
-import os
-import signal
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -22,10 +19,7 @@ from rl_backends.mesh import mesh_members
 from rl_core.errors import (
     CapabilityError,
     ConfigError,
-    LifecycleError,
-    ManifestMismatchError,
     RefitAborted,
-    RefitError,
     RefitPeerError,
 )
 from rl_core.ports import free_port
@@ -72,14 +66,6 @@ def two() -> Iterator[Ranks]:
     ranks.close()
 
 
-@pytest.fixture
-def pair() -> Iterator[Ranks]:
-    """Two ranks, of which one may not outlive the test."""
-    ranks = Ranks(2)
-    yield ranks
-    ranks.close()
-
-
 @pytest.fixture(scope="module")
 def four() -> Iterator[Ranks]:
     ranks = Ranks(4)
@@ -114,10 +100,6 @@ def agree(ranks: Ranks, kind: str, dtype: str = "float32") -> None:
 @pytest.mark.parametrize("kind", ["fsdp", "offloaded", "tensor parallel"])
 def test_a_sharded_module_is_refit_as_one_that_is_whole(two: Ranks, kind: str) -> None:
     agree(two, kind)
-
-
-def test_an_engine_of_another_dtype_gets_rounded_values(two: Ranks) -> None:
-    agree(two, "fsdp", "bfloat16")
 
 
 @pytest.mark.full
@@ -165,13 +147,6 @@ def test_a_kept_state_dict_of_shards_keeps_a_refit_packed_and_right(two: Ranks) 
     assert two("refit")[0]["mode"] == "direct"
 
 
-def test_what_a_forward_pass_left_whole_is_refit(two: Ranks) -> None:
-    two("build", "fsdp")
-    two("forward")
-    assert [r["version"] for r in two("refit")] == [1, 1]
-    assert torch.equal(two.of[0].state()["down.bias"], Net(1).down.bias)
-
-
 def test_a_call_that_fails_on_one_rank_puts_no_two_modules_together(two: Ranks) -> None:
     two("build", "fsdp")
     first, second = two.of
@@ -197,23 +172,6 @@ def test_a_module_that_is_sharded_between_two_refits(two: Ranks) -> None:
     assert all(isinstance(r, dict) for r in two("refit"))
 
 
-def test_only_the_first_rank_has_an_engine(two: Ranks) -> None:
-    two("build", "fsdp")
-    two.of[1].other_engine(True)
-    first, other = two("refit", deadline_s=3.0)
-    assert isinstance(first, RefitPeerError), first
-    assert "rank 1 of 2" in str(first)
-    assert isinstance(other, ConfigError), other
-    assert "pass None" in str(other)
-    for rank in two.of:
-        rank.other_engine(False)
-    first, other = two("refit")
-    assert isinstance(first, ConfigError), first
-    assert isinstance(other, RefitAborted), other
-    two.of[0].other_engine(True)
-    assert all(isinstance(r, dict) for r in two("refit"))
-
-
 @pytest.mark.parametrize("missing", [0, 1])
 @pytest.mark.parametrize("before", [0, 1])
 def test_a_rank_that_does_not_call_is_named_and_the_next_refit_works(
@@ -235,42 +193,6 @@ def test_a_rank_that_does_not_call_is_named_and_the_next_refit_works(
     assert all(isinstance(r, dict) for r in results), results
 
 
-def test_a_refit_that_the_engine_refuses_ends_on_all_ranks_at_once(two: Ranks) -> None:
-    two("build", "fsdp")
-    two("refit")
-    two.of[0].other_width()
-    begun = time.monotonic()
-    first, other = two("refit", deadline_s=60.0)
-    assert time.monotonic() - begun < 30
-    assert isinstance(first, ManifestMismatchError), first
-    assert isinstance(other, RefitAborted), other
-    two.of[0].other_engine(True)
-    assert all(isinstance(r, dict) for r in two("refit"))
-
-
-def test_an_engine_that_fails_after_all_was_read_fails_on_all_ranks(two: Ranks) -> None:
-    two("build", "fsdp")
-    two.of[0].torn_engine()
-    first, other = two("refit")
-    assert isinstance(first, RefitError), first
-    assert isinstance(other, RefitAborted), other
-    assert all("ValueError: out of luck" in str(error) for error in (first, other))
-    two.of[0].other_engine(True)
-    assert all(isinstance(r, dict) for r in two("refit"))
-
-
-def test_a_rank_that_comes_late_gets_the_end_of_the_refit_that_it_came_to(two: Ranks) -> None:
-    two("build", "fsdp")
-    for _ in range(2):
-        reader, writer = multiprocessing.Pipe(duplex=False)
-        two.of[0].start("refit_twice", writer)
-        assert reader.poll(30)
-        two.of[1].start("refit_twice")
-        (_, first), (other, second) = [rank.result() for rank in two.of]
-        assert other == "RefitAborted"
-        assert first == second
-
-
 def test_each_rank_and_all_engines_are_a_group_of_their_own(two: Ranks) -> None:
     for _ in range(4):  # each time, all groups are made anew
         two("build", "fsdp")
@@ -280,50 +202,6 @@ def test_each_rank_and_all_engines_are_a_group_of_their_own(two: Ranks) -> None:
         one, other = two.of[0].received()
         assert all(torch.equal(tensor, other[name]) for name, tensor in one.items())
         assert torch.equal(one["down.bias"], Net(1).down.bias)
-
-
-def test_a_rank_of_other_shapes_is_named_before_anything_is_sent(two: Ranks) -> None:
-    two("build", "fsdp")
-    two.of[1].start("build", "fsdp", 1, 12)
-    two.of[0].build("fsdp")
-    two.of[1].result()
-    before = two.of[0].state()
-    first, other = two("refit")
-    assert isinstance(first, ManifestMismatchError), first
-    assert first.details["rank"] == 1
-    assert isinstance(other, RefitError), other
-    assert all(torch.equal(t, before[n]) for n, t in two.of[0].state().items())
-
-
-def test_a_rank_that_has_not_taken_the_same_steps_is_named(two: Ranks) -> None:
-    two("build", "tensor parallel")
-    two("refit")
-    two.of[0].change()
-    first, other = two("refit")
-    assert isinstance(first, LifecycleError), first
-    assert first.details["rank"] == 1
-    assert isinstance(other, RefitAborted), other
-    two.of[1].change()
-    assert all(isinstance(r, dict) for r in two("refit"))
-
-
-@pytest.mark.parametrize("changing", [0, 1])
-def test_a_change_on_any_rank_meanwhile_is_noticed(two: Ranks, changing: int) -> None:
-    two("build", "fsdp")
-    two.of[changing].change_within()
-    first, other = two("refit")
-    assert isinstance(first, LifecycleError), first
-    assert isinstance(other, LifecycleError | RefitAborted), other
-    assert all(isinstance(r, dict) for r in two("refit"))
-
-
-def test_partial_sums_are_refused_by_name(two: Ranks) -> None:
-    two("build", "tensor parallel")
-    two("partial")
-    for error in two("refit", deadline_s=3.0):
-        assert isinstance(error, CapabilityError), error
-        assert "up.bias" in str(error)
-        assert "Partial" in str(error)
 
 
 def test_a_tensor_on_a_mesh_of_other_ranks_is_named() -> None:
@@ -346,24 +224,3 @@ def test_nothing_is_left_of_a_module_that_no_longer_exists(two: Ranks) -> None:
         two("refit")
         kept.append(two("drop"))
     assert kept[1] == kept[2]
-
-
-@pytest.mark.parametrize("end", ["SIGKILL", "SIGSTOP"])
-@pytest.mark.parametrize("lost", [0, 1])
-def test_a_rank_that_is_lost_within_a_refit_is_named(pair: Ranks, lost: int, end: str) -> None:
-    pair("build", "fsdp")
-    pair("refit")
-    before = pair.of[0].state()
-    reader, writer = multiprocessing.Pipe(duplex=False)
-    pair.of[lost].wait_within(writer)
-    for rank in pair.of:
-        rank.start("refit", deadline_s=10.0)
-    assert reader.poll(30)
-    begun = time.monotonic()
-    os.kill(pair.of[lost].process.pid or 0, getattr(signal, end))
-    error = result_of(pair.of[1 - lost])
-    assert time.monotonic() - begun < 20
-    assert isinstance(error, RefitPeerError), error
-    assert error.details["rank"] == lost
-    if lost == 1:
-        assert all(torch.equal(t, before[n]) for n, t in pair.of[0].state().items())

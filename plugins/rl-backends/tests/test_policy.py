@@ -94,41 +94,11 @@ class Nll(LossFunction):
         return loss, {"share": float(loss.detach()), "nll_max": worst}
 
 
-class Broken(Nll):
-    def __call__(self, inputs: Any, data: Any, **counts: Any) -> Any:
-        loss, metrics = super().__call__(inputs, data, **counts)
-        return loss * float("nan"), metrics
-
-
 def batch() -> BatchedDataDict[Any]:
     ids = torch.randint(VOCABULARY, (8, 13), generator=torch.Generator().manual_seed(5))
     lengths = torch.tensor([13, 2, 7, 5, 12, 4, 9, 3])
     mask = torch.tensor([1.0, 1, 0, 1, 1, 1, 0, 1])
     return BatchedDataDict({"input_ids": ids, "input_lengths": lengths, "sample_mask": mask})
-
-
-WAYS = {
-    "one": {"train_micro_batch_size": 1},
-    "three": {"train_micro_batch_size": 3},
-    "dynamic": {"dynamic_batching": {"enabled": True, "train_mb_tokens": 26}},
-    "packed": {"sequence_packing": {"enabled": True, "train_mb_tokens": 20}},
-}
-
-
-@pytest.mark.parametrize("way", WAYS)
-def test_scores_and_steps_do_not_depend_on_how_rows_are_split(way: str) -> None:
-    whole, split = Bigram(), Bigram(**WAYS[way])
-    for policy in (whole, split):
-        policy.results = [policy.train(batch(), Nll(), gbs=8) for _ in range(2)]
-    assert len(split.seen) > len(whole.seen)
-    for ours, theirs in zip(split.results, whole.results, strict=True):
-        for key in ("loss", "grad_norm", "global_valid_toks", "share", "nll_max"):
-            assert ours[key] == pytest.approx(theirs[key], rel=1e-5), key
-    torch.testing.assert_close(split.model.weight, whole.model.weight)
-    scores = [p.get_logprobs(batch())["logprobs"] for p in (whole, split)]
-    torch.testing.assert_close(*scores)
-    references = [p.get_reference_policy_logprobs(batch())["reference_logprobs"] for p in (split,)]
-    torch.testing.assert_close(references[0], Bigram().get_logprobs(batch())["logprobs"])
 
 
 @pytest.mark.parametrize(
@@ -158,27 +128,6 @@ def test_a_bound_that_is_not_configured_lets_every_row_pass(
     pairs = Microbatching({"sequence_packing": {"enabled": True}})
     plan = pairs.plan(torch.tensor([3000, 3000, 9, 9]), "train", width=3000, group_size=2)
     assert sorted(torch.cat(plan).tolist()) == [0, 1, 2, 3]
-
-
-def test_what_does_not_count_is_no_step_and_evaluation_changes_nothing() -> None:
-    policy, nothing = Bigram(), batch()
-    nothing["sample_mask"] = torch.zeros(8)
-    result = policy.train(nothing, Nll())
-    assert (result["skipped_steps"], policy.steps, policy.seen) == (1, 0, [])
-    policy.train(batch(), Nll(), eval_mode=True)
-    assert torch.equal(policy.model.weight, policy.start)
-
-
-def test_what_is_not_finite_is_refused_or_skipped_and_leaves_no_gradient() -> None:
-    policy = Bigram()
-    with pytest.raises(TrainingError, match="not finite") as caught:
-        policy.train(batch(), Broken())
-    assert caught.value.details["rows"] == [0, 1, 3, 4, 5, 7]
-    skipping = Bigram(non_finite="skip")
-    assert skipping.train(batch(), Broken())["skipped_steps"] == 1
-    for one in (policy, skipping):
-        assert torch.equal(one.model.weight, one.start)
-        assert one.model.weight.grad is None
 
 
 def test_a_policy_without_topk_refuses_and_none_works_after_shutdown() -> None:
@@ -250,19 +199,6 @@ def test_ranks_that_share_rows_count_once(count: int, parts: int) -> None:
         for key in ("loss", "grad_norm", "global_valid_toks", "global_valid_seqs", "nll_max"):
             assert result[key] == pytest.approx(alone[key], rel=1e-5), (key, result)
     assert all(result == results[0] for result in results)
-
-
-def test_every_rank_writes_one_checkpoint_and_reads_it(tmp_path: Path) -> None:
-    def save_and_go_on(policy: Bigram) -> tuple[Any, Any]:
-        policy.train(rows_of(policy), Nll())
-        policy.save_checkpoint(tmp_path / "ck")
-        after = policy.train(rows_of(policy), Nll())
-        policy.load_checkpoint(tmp_path / "ck")
-        return after, policy.train(rows_of(policy), Nll())
-
-    for after, again in on_ranks(2, 2, save_and_go_on):
-        assert after == again
-    assert {f.name for f in (tmp_path / "ck").glob("*.pt")} == {"weights0.pt", "weights1.pt"}
 
 
 def test_a_rank_that_cannot_write_leaves_no_checkpoint_anywhere(tmp_path: Path) -> None:
@@ -353,40 +289,6 @@ class FailsMidway(Bigram):
             self.failing("the load")
 
         return putting
-
-
-@pytest.mark.parametrize("count", [1, 2])
-@pytest.mark.parametrize("what", ["the step", "the load"])
-def test_what_fails_midway_on_one_rank_leaves_all_refusing_until_they_load(
-    tmp_path: Path, count: int, what: str
-) -> None:
-    calls = (
-        lambda policy: policy.train(rows_of(policy), Nll()),
-        lambda policy: policy.get_logprobs(rows_of(policy)),
-        lambda policy: policy.save_checkpoint(tmp_path / "torn"),
-        lambda policy: policy.refit_source(),
-        lambda policy: policy.weight_source() if policy.ranks.rank else policy.prepare_refit_info(),
-    )
-
-    def fail(policy: FailsMidway) -> Any:
-        policy.train(rows_of(policy), Nll())
-        policy.save_checkpoint(tmp_path / "ck")
-        expected = policy.train(rows_of(policy), Nll())
-        policy.fails = what
-        with pytest.raises((RuntimeError, TrainingError), match="out of memory"):
-            load_or_train(policy, tmp_path / "ck", load=what == "the load")
-        refuses(
-            policy,
-            calls[: 4 + (policy.ranks.rank == 0)],
-            "partly old and partly new.*out of memory",
-        )
-        policy.fails = ""
-        policy.load_checkpoint(tmp_path / "ck")
-        return expected, policy.train(rows_of(policy), Nll())
-
-    for expected, again in on_ranks(count, count, fail, FailsMidway):
-        assert again == expected
-    assert [path.name for path in tmp_path.iterdir()] == ["ck"]
 
 
 @pytest.mark.parametrize("what", ["the norm", "reading"])

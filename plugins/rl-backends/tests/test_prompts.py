@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rl_backends import Completion, ModelFacts, PromptBatch, SamplingParams
-from rl_backends.generation.prompts import assemble_output, assemble_row, greedy_params
+from rl_backends.generation.prompts import assemble_output, assemble_row
 from rl_core.batch import BatchedDataDict
 from rl_core.errors import DataError
 
@@ -23,24 +23,6 @@ MASK = torch.tensor([[1, 1, 0], [1, 0, 0]])
 
 def prompts(sampling: SamplingParams | None = None, **columns: Any) -> PromptBatch:
     return PromptBatch.from_data(BatchedDataDict(columns), sampling or SamplingParams(), FACTS)
-
-
-@pytest.mark.parametrize(
-    "columns",
-    [
-        {"input_lengths": LENGTHS},
-        {"input_lengths": LENGTHS.int()},
-        {"attention_mask": MASK},
-        {"attention_mask": MASK.bool()},
-        {"attention_mask": MASK, "input_lengths": LENGTHS},
-    ],
-)
-def test_lengths_come_from_either_key(columns):
-    made = prompts(input_ids=IDS, **columns)
-    assert made.lengths.tolist() == [2, 1]
-    assert made.lengths.dtype == torch.int64
-    assert [made.token_ids(0), made.token_ids(1)] == [[5, 6], [7]]
-    assert made.budgets.tolist() == [6, 7]
 
 
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.int16, torch.int32])
@@ -75,31 +57,6 @@ def test_a_batch_without_lengths_is_refused():
         prompts(input_ids=IDS)
 
 
-@pytest.mark.parametrize(
-    ("columns", "row"),
-    [
-        ({"attention_mask": torch.tensor([[1, 1, 0], [0, 0, 1]])}, 1),
-        ({"attention_mask": torch.tensor([[1, 0, 1], [1, 0, 0]])}, 0),
-        ({"attention_mask": MASK, "input_lengths": torch.tensor([2, 2])}, 1),
-        ({"input_lengths": torch.tensor([2, 0])}, 1),
-        ({"input_lengths": torch.tensor([4, 1])}, 0),
-        ({"input_lengths": torch.tensor([1, 1])}, 0),
-        ({"input_lengths": torch.tensor([2, 2])}, 1),
-    ],
-    ids=["left", "hole", "disagree", "empty", "too long", "too short", "padding is no token"],
-)
-def test_a_row_that_is_not_right_padded_or_inconsistent_is_named(columns, row):
-    with pytest.raises(DataError, match=f"row {row}") as caught:
-        prompts(input_ids=IDS, **columns)
-    assert caught.value.details["row"] == row
-
-
-def test_a_left_padded_row_is_named():
-    left = torch.tensor([[5, 6, PAD], [PAD, PAD, 7]])
-    with pytest.raises(DataError, match="row 1"):
-        prompts(input_ids=left, input_lengths=LENGTHS)
-
-
 @pytest.mark.parametrize("seed", [torch.tensor([1]), torch.tensor([1.5, 2.5]), [1, 2], 3])
 def test_seeds_of_another_shape_or_kind_are_refused(seed):
     with pytest.raises(DataError, match="seed"):
@@ -132,13 +89,6 @@ def test_sampling_reads_the_config_and_off_is_zero():
     assert read.stop_token_ids == (4, 1, 9)
     assert read.greedy
     assert SamplingParams.from_config({}, FACTS).stop_token_ids == (1,)
-
-
-def test_greedy_takes_the_models_own_distribution():
-    params = greedy_params(SamplingParams(temperature=0.5, top_k=3, top_p=0.2, max_new_tokens=9))
-    assert (params.temperature, params.top_k, params.top_p) == (1.0, 0, 1.0)
-    assert params.greedy
-    assert params.max_new_tokens == 9
 
 
 @given(

@@ -6,7 +6,6 @@ import itertools
 import threading
 import time
 from typing import TYPE_CHECKING, Any
-from unittest import mock
 
 import pytest
 import torch
@@ -25,7 +24,6 @@ from rl_core.errors import (
 )
 from rl_core.futures import spawn, wait
 from rl_core.interfaces import Piece, WeightSource, WorkerContext
-from rl_core.weights.data.manifest import WeightManifest
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -188,19 +186,6 @@ def engine(keep, trainer: Ranks) -> Engine:
     return keep(Engine(blank(trainer.ranks[0].tensors)))
 
 
-@pytest.mark.parametrize(
-    "options",
-    [{}, {"verify": "installed"}, {"verify": "none"}, {"isolation": "staged"}, {"mode": "packed"}],
-    ids=str,
-)
-def test_each_rank_sends_what_it_has(trainer: Ranks, engine: Engine, options: Any) -> None:
-    for _ in range(2):
-        report = go(trainer, engine, **options)
-        assert same(engine.sink.tensor, trainer.ranks[0].tensors)
-        assert report.bytes == WeightManifest(tuple(describe(trainer.ranks[0].tensors))).nbytes
-    assert trainer.closed() == [[1, 1]] * len(trainer.ranks)
-
-
 def test_an_engine_keeps_the_same_in_any_order_of_answers(trainer: Ranks, engine: Engine) -> None:
     for order in itertools.permutations(trainer.ranks[1:]):
         before = None
@@ -216,28 +201,6 @@ def test_an_engine_keeps_the_same_in_any_order_of_answers(trainer: Ranks, engine
             rank.at, before = at, come
         go(trainer, engine)
     assert len(engine.receiver.connections.buckets) == 1
-
-
-def test_a_delta_sends_the_parts_that_changed(trainer: Ranks, engine: Engine) -> None:
-    go(trainer, engine)
-    for rank in trainer.ranks:
-        rank.tensors["half"][-1] += 1
-    report = go(trainer, engine, delta=True)
-    assert report.tensors == 1
-    whole = trainer.ranks[0].tensors["half"]
-    assert 0 < report.bytes < whole.nbytes  # the rows of the last rank
-    assert same(engine.sink.tensor, trainer.ranks[0].tensors)
-    assert go(trainer, engine, delta=True).bytes == 0
-
-
-def test_a_late_engine_gets_the_version_of_the_others(keep, trainer: Ranks, engine: Engine) -> None:
-    version = go(trainer, engine).version
-    late = keep(Engine(blank(trainer.ranks[0].tensors)))
-    assert go(trainer, late, version=version).version == version
-    assert same(late.sink.tensor, trainer.ranks[0].tensors)
-    trainer.ranks[-1].tensors["half"][-1] += 1
-    with pytest.raises(LifecycleError, match="no longer those of version"):
-        go(trainer, late, version=version)
 
 
 def test_a_source_whose_refit_never_began_ends_no_other(trainer: Ranks, engine: Engine) -> None:
@@ -258,24 +221,6 @@ def test_a_source_whose_refit_never_began_ends_no_other(trainer: Ranks, engine: 
     assert same(engine.sink.tensor, trainer.ranks[0].tensors)
 
 
-@pytest.mark.parametrize("where", ["open", "pieces", "half", "confirm"])
-def test_a_rank_that_fails_is_named_and_the_next_refit_works(
-    trainer: Ranks, engine: Engine, where: str
-) -> None:
-    def fail(name: str) -> None:
-        if name == where:
-            raise ValueError("out of luck")
-
-    trainer.ranks[-1].at = fail
-    with pytest.raises(RefitError, match=r"rank \d of \d .*failed: .*ValueError: out of luck") as e:
-        go(trainer, engine)
-    assert e.value.details["rank"] == len(trainer.ranks) - 1
-    trainer.ranks[-1].at = lambda name: None
-    assert trainer.closed() == [[1]] * len(trainer.ranks)
-    go(trainer, engine)
-    assert same(engine.sink.tensor, trainer.ranks[0].tensors)
-
-
 def test_a_source_that_cannot_be_closed_is_an_error(trainer: Ranks, engine: Engine) -> None:
     trainer.ranks[-1].at = lambda name: 1 / (name != "close")
     with pytest.raises(RefitError, match="could not be closed: ZeroDivisionError"):
@@ -283,21 +228,6 @@ def test_a_source_that_cannot_be_closed_is_an_error(trainer: Ranks, engine: Engi
     assert engine.receiver.version == 1
     trainer.ranks[-1].at = lambda name: None
     assert go(trainer, engine).version == 2
-
-
-def test_an_engine_that_fails_is_named_and_no_rank_that_left_because_of_it(
-    trainer: Ranks, engine: Engine
-) -> None:
-    def fail(version: int) -> None:
-        raise ValueError("out of luck")
-
-    failing = mock.patch.object(engine.sink, "finish", fail)
-    with failing, pytest.raises(RefitError, match="ValueError: out of luck") as error:
-        go(trainer, engine)
-    assert "rank" not in error.value.details
-    assert trainer.closed() == [[1]] * len(trainer.ranks)
-    go(trainer, engine)
-    assert same(engine.sink.tensor, trainer.ranks[0].tensors)
 
 
 def test_what_no_rank_has_is_named_before_anything_is_sent(trainer: Ranks, engine: Engine) -> None:
@@ -314,16 +244,6 @@ def test_a_piece_that_is_made_is_the_only_one_of_its_tensor(trainer: Ranks, engi
     with pytest.raises(ManifestMismatchError, match="half: a piece has no tensor, and there are"):
         go(trainer, engine)
     assert engine.receiver.version == 0
-
-
-def test_a_rank_may_have_nothing(trainer: Ranks, engine: Engine) -> None:
-    first, *others = trainer.ranks
-    for rank in others:
-        rank.weight_source = lambda rank=rank: Nothing(rank)  # type: ignore[method-assign]
-    first.weight_source = lambda: Everything(first)  # type: ignore[method-assign]
-    for options in ({}, {"delta": True}, {"mode": "packed"}):
-        go(trainer, engine, **options)
-        assert same(engine.sink.tensor, first.tensors)
 
 
 def test_a_call_that_is_refused_leaves_the_refit_that_runs_alone(
@@ -348,35 +268,12 @@ def test_a_call_that_is_refused_leaves_the_refit_that_runs_alone(
     assert same(engine.sink.tensor, first.tensors)
 
 
-def test_no_thread_of_failed_refits_remains_but_one(trainer: Ranks) -> None:
-    before = {*threading.enumerate()}
-    for _ in range(5):
-        with pytest.raises(ConfigError):
-            trainer.ranks[0].send_weights(transport=1)
-    late = {t for t in threading.enumerate() if t.name == "refit-late"} - before
-    assert len(late) == 1
-
-
 class Twice(Part):
     """A part with a piece of a tensor that is cut in two, each to be made."""
 
     def pieces(self) -> list[Piece]:
         found = [piece for piece in super().pieces() if piece.name != "half"]
         return [*found, Piece("half", ((0, 1),), None), Piece("half", ((1, 2),), None)]
-
-
-class Nothing(Part):
-    """A part without any piece."""
-
-    def pieces(self) -> list[Piece]:
-        return []
-
-
-class Everything(Part):
-    """A part with all of every tensor."""
-
-    def part(self, tensor: torch.Tensor) -> tuple[Any, torch.Tensor] | None:
-        return tuple((0, size) for size in tensor.shape), tensor
 
 
 class Lacking(Part):
@@ -419,18 +316,6 @@ def test_ranks_of_other_weights_are_never_one_model(trainer: Ranks, engine: Engi
     assert same(engine.sink.tensor, trainer.ranks[0].tensors)
 
 
-def test_ranks_of_other_tensors_are_never_one_model(trainer: Ranks, engine: Engine) -> None:
-    tensors = trainer.ranks[-1].tensors
-    name = next(n for n, t in tensors.items() if t.dtype is torch.float32 and n == "strided")
-    tensors[name] = tensors[name].view(torch.int32)  # of as many bytes
-    last = len(trainer.ranks) - 1
-    with pytest.raises(ManifestMismatchError, match=rf"rank {last} of .*other tensors") as error:
-        go(trainer, engine, verify="installed")
-    assert error.value.details["rank"] == last
-    assert engine.receiver.version == 0
-    assert not engine.receiver.torn
-
-
 def test_a_rank_whose_state_moved_before_the_confirmation_is_seen_there(
     trainer: Ranks, engine: Engine
 ) -> None:
@@ -451,35 +336,6 @@ def test_a_rank_with_torn_weights_is_named(trainer: Ranks, engine: Engine) -> No
     with pytest.raises(LifecycleError, match="partly old and partly new"):
         trainer.ranks[1].send_weights(number=1, deadline_s=SOON)
     with pytest.raises(LifecycleError, match=r"rank 1 of .*partly old and partly new"):
-        wait(sending, SOON)
-
-
-@pytest.mark.parametrize("where", ["pieces", "half", "confirm"])
-def test_a_rank_that_hangs_is_named_before_the_deadline(
-    trainer: Ranks, engine: Engine, where: str
-) -> None:
-    freed = threading.Event()
-    trainer.ranks[1].at = lambda name: freed.wait(SOON) if name == where else None
-    begun = time.monotonic()
-    match = r"rank 1 of .*did not (join|answer)"
-    with pytest.raises(RefitPeerError, match=match) as error:
-        go(trainer, engine, deadline_s=5)
-    assert time.monotonic() - begun < 8  # a busy machine has three seconds more
-    assert error.value.details["rank"] == 1
-    freed.set()
-    trainer.ranks[1].at = lambda name: None
-    go(trainer, engine)
-    assert same(engine.sink.tensor, trainer.ranks[0].tensors)
-    assert trainer.closed() == [[1, 1]] * len(trainer.ranks)
-
-
-def test_a_rank_that_is_not_called_is_named_before_the_deadline(
-    trainer: Ranks, engine: Engine
-) -> None:
-    engine.prepare_refit_info(trainer.prepare_refit_info())
-    sending = trainer.ranks[0].send_weights(deadline_s=2, bucket_bytes=BUCKET)
-    engine.receiver.receive(deadline_s=2)
-    with pytest.raises(RefitPeerError, match=r"rank 1 of .*did not join"):
         wait(sending, SOON)
 
 
@@ -542,20 +398,6 @@ def test_of_two_refits_that_are_counted_each_ends_alike_on_all_ranks(
     assert trainer.closed() == [[1, 1, 1]] + [[1, 1]] * (len(trainer.ranks) - 1)
 
 
-def test_tickets_are_of_all_ranks(trainer: Ranks, engine: Engine) -> None:
-    for version in (1, 2):
-        [keys], *_ = [rank.prepare_weights_for_ipc() for rank in trainer.ranks]
-        for rank in trainer.ranks:
-            with pytest.raises(ConfigError):
-                rank.get_weights_ipc_handles(keys[1:])
-        ticket, *others = [r.get_weights_ipc_handles(keys, deadline_s=SOON) for r in trainer.ranks]
-        assert others == [{}] * len(others)
-        assert engine.update_weights(ticket)
-        assert engine.receiver.version == version
-    go(trainer, engine)
-    assert same(engine.sink.tensor, trainer.ranks[0].tensors)
-
-
 def test_followers_do_nothing_where_rank_0_has_all(keep) -> None:
     rank = Rank.__new__(Rank)
     PolicyRefits.__init__(rank, WorkerContext(1, 2))
@@ -584,13 +426,6 @@ def test_a_follower_that_is_shut_down_ends_its_part(trainer: Ranks) -> None:
     with pytest.raises(RefitAborted, match="shut down"):
         following.result(SOON)
     assert trainer.ranks[1].parts[0].closed == 1
-
-
-def test_one_rank_sends_alone(keep, engine: Engine) -> None:
-    alone = keep(Ranks(1))
-    go(alone, engine)
-    assert same(engine.sink.tensor, alone.ranks[0].tensors)
-    assert alone.closed() == [[1]]
 
 
 def test_a_process_is_told_by_what_the_system_says_of_it() -> None:

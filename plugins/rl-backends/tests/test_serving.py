@@ -6,7 +6,6 @@ import asyncio
 import concurrent.futures
 import gc
 import itertools
-import random
 import threading
 import time
 from functools import partial
@@ -135,29 +134,6 @@ def test_who_waits_for_rows_leaves_the_processors_to_who_decodes_them():
     assert threading.get_ident() not in engine.rows.worked
 
 
-def test_calls_of_many_threads_and_tasks_get_their_own_rows(pool):
-    engine = Engine(room=7)
-
-    async def stream(first: int) -> list[tuple[int, list[int]]]:
-        rows = engine.generate_async(prompt(*range(first, first + 5)))
-        return [(row, out["output_ids"][0].tolist()) async for row, out in rows]
-
-    async def streams() -> list[Any]:
-        return await asyncio.gather(*(stream(1000 + 10 * i) for i in range(20)))
-
-    calls = [pool.submit(engine.generate, prompt(*range(i, i + 3))) for i in range(20, 60)]
-    streamed = pool.submit(asyncio.run, streams())
-    for i, call in zip(range(20, 60), calls, strict=True):
-        expected = [[t, t + 1, t + 2, t + 3] for t in range(i, i + 3)]
-        assert call.result(SOON)["output_ids"].tolist() == expected
-    for i, rows in enumerate(streamed.result(SOON)):
-        assert sorted(rows) == [
-            (r, [t, t + 1, t + 2, t + 3]) for r, t in enumerate(range(1000 + 10 * i, 1005 + 10 * i))
-        ]
-    assert engine.rows.most == 7
-    assert not engine.rows.rows
-
-
 def test_rows_of_calls_go_in_by_turns(pool):
     engine = Engine(room=2, stepped=True)
     long = pool.submit(engine.generate, prompt(*range(20, 30)))
@@ -211,54 +187,6 @@ def test_a_writer_waits_for_calls_that_have_begun_and_no_other_begins(pool):
     assert set(order[1:]) == {"later", "second"}
 
 
-@pytest.mark.parametrize("seed", range(6))
-def test_no_call_sees_two_versions_and_nobody_starves(pool, seed):
-    engine, end = Engine(room=5), time.monotonic() + SOON
-    written: list[float] = []
-    found_by: list[list[int]] = [[] for _ in range(8)]
-
-    def goes_on() -> bool:
-        """Until everybody had several turns."""
-        served = len(written) > 50 and min(map(len, found_by)) > 20
-        return not served and time.monotonic() < end
-
-    def read(i: int) -> list[int]:
-        chance, found = random.Random(seed * 100 + i), found_by[i]
-        while goes_on():
-            data = prompt(*[20 + i] * chance.randint(1, 7))
-            if chance.random() < 0.3:
-                asyncio.run(read_some(data, chance.randint(0, 3)))
-                continue
-            out = engine.generate(data)
-            assert len(set(out["weights_version"].tolist())) == 1
-            assert (out["output_ids"] == torch.arange(20 + i, 24 + i)).all()
-            found.append(int(out["weights_version"][0]))
-        return found
-
-    async def read_some(data: BatchedDataDict[Any], count: int) -> None:
-        rows = engine.generate_async(data)
-        async for _ in rows:
-            count -= 1
-            if count < 0:
-                break
-        await rows.aclose()
-
-    def write() -> None:
-        while goes_on():
-            with engine._lock:
-                assert not engine.rows.rows, "it was written to while rows were decoded"
-                engine.version += 1
-                written.append(time.monotonic())
-
-    readers = [pool.submit(read, i) for i in range(8)]
-    writers = [pool.submit(write) for _ in range(2)]
-    for one in (*readers, *writers):
-        versions = one.result(2 * SOON)
-        assert versions is None or (len(versions) > 3 and versions == sorted(versions))
-    assert len(written) > 10
-    assert not engine.rows.rows
-
-
 def test_a_row_that_fails_fails_its_call_alone(pool):
     engine = Engine(stepped=True)
     good = pool.submit(engine.generate, prompt(20, 30))
@@ -289,35 +217,6 @@ def test_an_engine_that_fails_fails_the_calls_in_it_and_serves_those_after(pool)
     engine.rows.broken = None
     engine.rows.step.release(9)
     assert outside.result(SOON)["output_ids"].tolist() == [[90, 91, 92, 93]]
-
-
-def test_a_call_has_a_deadline_and_gives_its_rows_up():
-    engine = Engine(room=2, call_deadline_s=2.0, stepped=True)
-    with pytest.raises(DeadlineError, match=r"rows in the engine: 2, waiting: 1") as caught:
-        engine.generate(prompt(5, 6, 7))
-    assert "call_deadline_s" in str(caught.value)
-    until(lambda: not engine.rows.rows)
-
-    hurried = Engine(call_deadline_s=0.2, stepped=True)
-    with pytest.raises(DeadlineError):
-        asyncio.run(rows_of(hurried, prompt(5)))
-    until(lambda: not hurried.rows.rows)
-
-
-def test_a_task_that_is_cancelled_frees_its_rows_at_once():
-    engine = Engine(stepped=True)
-
-    async def cancel() -> None:
-        task = asyncio.create_task(rows_of(engine, prompt(5, 6)))
-        await asyncio.to_thread(until, lambda: len(engine.rows.rows) == 2)
-        task.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await task
-
-    asyncio.run(cancel())
-    until(lambda: not engine.rows.rows)
-    with engine._lock:
-        pass
 
 
 def test_a_reader_whose_loop_is_gone_keeps_nobody_waiting():
@@ -447,19 +346,6 @@ def test_no_cancellation_is_lost(deadline):
 
     for yields in range(150):
         asyncio.run(cancel_once(yields % 30))
-
-
-def test_a_stream_that_is_read_after_shutdown_is_refused():
-    engine = Engine()
-    rows = engine.generate_async(prompt(5))
-    engine.shutdown()
-
-    async def read() -> None:
-        async for _ in rows:
-            pass
-
-    with pytest.raises(LifecycleError):
-        asyncio.run(read())
 
 
 def test_a_batch_engine_forgets_calls_that_are_done():

@@ -10,17 +10,10 @@ import pytest
 import torch
 from decoding_rows import (
     GREEDY,
-    LENGTHS,
-    SOME,
     assert_same,
-    check_that_a_short_call_does_not_wait,
-    check_that_it_trains_on,
-    check_that_rows_come_and_go,
     prompts,
     run,
 )
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 
 from rl_backends import SamplingParams
 from rl_backends.torch.decoding import DecodingEngine
@@ -113,33 +106,6 @@ def test_groups_and_slots_agree(tiny: Callable[..., Path]):
     same(run(in_groups(model), batch, sampling), slots)
 
 
-@pytest.mark.parametrize(
-    "sampling",
-    [
-        GREEDY,
-        SamplingParams(),
-        SamplingParams(temperature=1.3, top_k=20, top_p=0.9),
-        SamplingParams(repetition_penalty=1.5),
-        SamplingParams(greedy=True, repetition_penalty=1.5),
-    ],
-)
-@settings(max_examples=6, deadline=None, suppress_health_check=list(HealthCheck))
-@given(order=st.permutations(range(len(LENGTHS))), keep=st.integers(1, len(LENGTHS)))
-def test_rows_do_not_depend_on_order_or_company(
-    tiny: Callable[..., Path], sampling: SamplingParams, order: list[int], keep: int
-):
-    batch = prompts()
-    rows = order[:keep]
-    engine = decoding_engine(load(tiny()))
-    together = run(engine, batch, sampling)
-    apart = run(
-        decoding_engine(load(tiny()), max_batch_size=2),
-        batch.select(torch.tensor(rows)),
-        sampling,
-    )
-    same(apart, [together[row] for row in rows])
-
-
 def test_bfloat16_scores_are_those_of_bfloat16_logits(tiny: Callable[..., Path]):
     model = load(tiny("llama"), torch_dtype="bfloat16")
     (done,) = run(decoding_engine(model), prompts((30,)), GREEDY)
@@ -154,33 +120,3 @@ def test_a_group_is_admitted_when_the_one_before_is_done(tiny: Callable[..., Pat
     group = GroupDecoder(load(tiny()), 32)
     assert group.room([7, 7, 5], 0, last=True) == 2
     assert group.room([7, 7, 5], 1, last=True) == 0
-
-
-# -- rows of several calls ------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("make", [decoding_engine, in_groups], ids=["slots", "groups"])
-@pytest.mark.parametrize("penalty", [1.0, 1.4])
-@SOME
-@given(data=st.data())
-def test_rows_come_and_go_and_each_is_what_it_is_alone(
-    tiny: Callable[..., Path],
-    make: Callable[..., DecodingEngine],
-    penalty: float,
-    data: st.DataObject,
-):
-    model = load(tiny())
-    engine = make(model, max_batch_size=data.draw(st.integers(1, 6)))
-    check_that_rows_come_and_go(engine, decoding_engine(model), penalty, data, rounded=True)
-
-
-@pytest.mark.parametrize("make", [decoding_engine, in_groups], ids=["slots", "groups"])
-def test_a_short_call_does_not_wait_for_a_long_one(
-    tiny: Callable[..., Path], make: Callable[..., DecodingEngine]
-):
-    check_that_a_short_call_does_not_wait(make(load(tiny())))
-
-
-def test_the_model_trains_on_where_it_was_training(tiny: Callable[..., Path]):
-    model = load(tiny(attention_dropout=0.5))
-    check_that_it_trains_on(model, decoding_engine(model), rounded=True)

@@ -10,12 +10,9 @@ import pytest
 import torch
 import transformers
 
-from rl_conformance.models import FAMILIES
-from rl_conformance.oracle import Oracle
 from rl_core.batch import BatchedDataDict
 from rl_core.errors import CapabilityError, ConfigError, DataError, DeadlineError, LifecycleError
 from rl_hf.policy import HuggingFacePolicy
-from rl_losses import NLLLossFn
 
 LENGTHS = (20, 3, 1, 7, 16, 5)
 PACKED = {"enabled": True, "train_mb_tokens": 30}
@@ -26,24 +23,6 @@ def batch(lengths: tuple[int, ...] = LENGTHS, width: int = 24) -> BatchedDataDic
     rows = torch.tensor(lengths)
     ids[torch.arange(width) >= rows[:, None]] = 0
     return BatchedDataDict({"input_ids": ids, "input_lengths": rows})
-
-
-WINDOW = {"use_sliding_window": True, "sliding_window": 6, "max_window_layers": 1}
-
-
-@pytest.mark.parametrize(
-    ("family", "of_model", "config"),
-    [(family, {}, {"attn_implementation": "eager"}) for family in ("llama", "qwen2", "qwen3")]
-    + [(family, {}, {}) for family in FAMILIES]
-    + [("qwen2", WINDOW, {})],
-)
-def test_packed_rows_equal_the_plain_forward_pass(tiny, family, of_model, config):
-    path, data = tiny(family, **of_model), batch()
-    policy = HuggingFacePolicy(str(path), temperature=0.7, sequence_packing=PACKED, **config)
-    expected = Oracle(path).batch_logprobs(data["input_ids"], data["input_lengths"], 0.7)
-    for size in (None, 1, 4):
-        scores = policy.get_logprobs(data, size)["logprobs"]
-        torch.testing.assert_close(scores, expected, atol=1e-4, rtol=0)
 
 
 def test_a_model_that_lets_packed_rows_see_each_other_packs_only_if_asked_and_is_refused(
@@ -107,40 +86,6 @@ def test_rows_are_packed_where_padding_costs_more_or_where_it_is_asked_for(
     assert shapes == [shape]
 
 
-def test_padding_width_and_what_stands_in_it_do_not_matter(tiny):
-    policy = HuggingFacePolicy(str(tiny()))
-    narrow, wide = batch(width=20), batch(width=20)
-    wide["input_ids"] = torch.cat([wide["input_ids"], torch.full((6, 9), -100)], 1)
-    a, b = policy.get_logprobs(narrow)["logprobs"], policy.get_logprobs(wide)["logprobs"]
-    assert torch.equal(a, b[:, :20])
-    assert not b[:, 20:].any()
-
-
-def test_an_empty_batch_gives_an_empty_result(tiny):
-    data = BatchedDataDict(
-        {"input_ids": torch.zeros(0, 5, dtype=torch.int64), "input_lengths": torch.zeros(0).long()}
-    )
-    assert HuggingFacePolicy(str(tiny())).get_logprobs(data)["logprobs"].shape == (0, 5)
-
-
-@pytest.mark.parametrize("reference", ["swap", "copy"])
-def test_a_failing_reference_call_leaves_weights_and_modes(tiny, reference, monkeypatch):
-    policy = HuggingFacePolicy(str(tiny()), reference=reference, optimizer={"lr": 1e-2})
-    data = batch()
-    policy.train(data, NLLLossFn())
-    before = {name: tensor.clone() for name, tensor in policy.model.state_dict().items()}
-
-    def fail(*_: object) -> None:
-        raise RuntimeError("a fault in the forward pass")
-
-    monkeypatch.setattr("rl_hf.forward.Forward.logprobs", fail)
-    with pytest.raises(RuntimeError, match="a fault"):
-        policy.get_reference_policy_logprobs(data)
-    assert torch.is_grad_enabled()
-    for name, tensor in policy.model.state_dict().items():
-        assert torch.equal(tensor, before[name]), name
-
-
 def test_without_a_reference_asking_for_it_is_refused(tiny):
     policy = HuggingFacePolicy(str(tiny()), reference="none")
     with pytest.raises(CapabilityError, match="no reference"):
@@ -150,41 +95,6 @@ def test_without_a_reference_asking_for_it_is_refused(tiny):
 def test_more_than_the_vocabulary_is_no_topk(tiny):
     with pytest.raises(DataError, match="272 tokens"):
         HuggingFacePolicy(str(tiny())).get_topk_logits(batch(), 273)
-
-
-def test_fp8_scales_do_not_depend_on_microbatches_and_fall_with_the_percentile(tiny):
-    policy, data = HuggingFacePolicy(str(tiny())), batch()
-    whole = policy.calibrate_qkv_fp8_scales(data, 6, percentile=90, include_q=True)
-    split = policy.calibrate_qkv_fp8_scales(data, 1, percentile=90, include_q=True)
-    top = policy.calibrate_qkv_fp8_scales(data, percentile=100, include_q=True)
-    for layer, scales in whole["layers"].items():
-        for kind, scale in scales.items():
-            assert split["layers"][layer][kind] == pytest.approx(scale, rel=0.01)
-            assert scale < top["layers"][layer][kind]
-
-
-def test_rewards_come_from_each_rows_last_token(tmp_path: Path):
-    config = transformers.LlamaConfig(
-        vocab_size=272,
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        num_labels=1,
-        pad_token_id=0,
-    )
-    model = transformers.LlamaForSequenceClassification(config).eval()
-    model.save_pretrained(tmp_path)
-    packing, data = HuggingFacePolicy(str(tmp_path), sequence_packing=PACKED), batch()
-    policy = HuggingFacePolicy(str(tmp_path))
-    data["input_ids"][0, 19] = 0  # the pad token as a real one
-    scores = policy.score(data)["scores"]
-    torch.testing.assert_close(packing.score(data)["scores"], scores)
-    for row, length in enumerate(LENGTHS):
-        hidden = model.model(data["input_ids"][row : row + 1, :length]).last_hidden_state
-        torch.testing.assert_close(scores[row], model.score(hidden[0, -1])[0])
-    with pytest.raises(CapabilityError, match="language model"):
-        policy.get_logprobs(data)
 
 
 def test_a_language_model_does_not_score(tiny):

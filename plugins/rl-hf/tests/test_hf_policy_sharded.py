@@ -13,17 +13,14 @@ import pytest
 import torch
 from hf_ranks import run_ranks
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM
 
 from rl_backends.pieces import index_of
-from rl_conformance.losses import LogitLikelihood, RaisesInARow, SequenceLikelihood
 from rl_conformance.models import make_reward_model
 from rl_conformance.training import NegativeLogLikelihood, training_batch
-from rl_core import create_generation, create_policy
+from rl_core import create_policy
 from rl_core.batch import BatchedDataDict
-from rl_core.errors import ConfigError, RLError
+from rl_core.errors import ConfigError
 from rl_core.interfaces import WorkerContext
-from rl_core.weights import refit
 from rl_hf.lora import MergedWeightSource, merged_state
 from rl_hf.policy import HuggingFacePolicy
 from rl_hf.sharding import check_sharding
@@ -58,21 +55,6 @@ class Case:
     config: dict[str, Any] = field(default_factory=dict)
 
 
-#: Three ranks divide neither the vocabulary nor any width of these models.
-CASES = {
-    "uneven": Case(3, "llama", {"vocab_size": 269}, {"sequence_packing": {"train_mb_tokens": 32}}),
-    "lora": Case(2, "qwen2", {}, {"lora": LORA, "gradient_checkpointing": True}),
-    "tied": Case(3, "qwen2", {"vocab_size": 269}, {"train_micro_batch_size": 1}),
-    "dynamic": Case(2, "qwen3", {}, {"dynamic_batching": {"enabled": True, "train_mb_tokens": 32}}),
-    "recomputed": Case(2, "llama", {}, {"gradient_checkpointing": True, "reference": "copy"}),
-    "experts": Case(2, "qwen3", EXPERTS),
-    "images": Case(2, "qwen2_5_vl"),
-    "eager": Case(2, "llama", {"model_type": "gemma2", "head_dim": 32}),
-    "more ranks than rows": Case(4, "qwen2", {"num_layers": 1, "num_key_value_heads": 1}),
-}
-SHORT = ("uneven", "lora")
-
-
 @contextmanager
 def ranks_of(case: Case, path: Path, **config: Any) -> Iterator[Any]:
     given = OPTIONS | case.config | SHARDED | config | {"model_name": str(path)}
@@ -80,92 +62,6 @@ def ranks_of(case: Case, path: Path, **config: Any) -> Iterator[Any]:
         policy: Any = create_policy(given, cluster)
         yield policy
         policy.shutdown()
-
-
-def weights_of(policy: Any, path: Path) -> dict[str, torch.Tensor]:
-    policy.save_checkpoint(str(path))
-    found: dict[str, torch.Tensor] = {}
-    for file in path.glob("model*.safetensors"):
-        found.update(load_file(file))
-    return found
-
-
-@pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=[] if n in SHORT else pytest.mark.full) for n in CASES]
-)
-def test_ranks_do_what_one_rank_does(tiny, tmp_path, name):
-    case = CASES[name]
-    path = tiny(case.family, **case.model)
-    data = training_batch(LENGTHS)
-    few = training_batch(LENGTHS, seed=1)
-    few["sample_mask"][1:] = 0  # all ranks but one have no row that counts
-    alone: Any = create_policy(OPTIONS | case.config | {"model_name": str(path)})
-    with ranks_of(case, path) as many:
-        for batch, loss in (
-            (data, NegativeLogLikelihood()),
-            (few, SequenceLikelihood()),
-            (data, LogitLikelihood()),
-        ):
-            one, several = (p.train(batch, loss, mbs=None) for p in (alone, many))
-            for key in ("loss", "grad_norm", "global_valid_toks"):
-                assert float(several[key]) == pytest.approx(float(one[key]), rel=2e-5), key
-        for method in ("get_logprobs", "get_reference_policy_logprobs"):
-            one, several = (getattr(p, method)(data, 2) for p in (alone, many))
-            [key] = one.keys()
-            assert torch.allclose(several[key], one[key], atol=1e-4)
-        one, several = (p.get_topk_logits(data, 3)["topk_logits"] for p in (alone, many))
-        assert torch.allclose(several, one, atol=1e-3)
-        prompts = BatchedDataDict({k: data[k][:2] for k in ("input_ids", "input_lengths")})
-        tokens = [p.generate(prompts, greedy=True)["output_ids"].tolist() for p in (alone, many)]
-        assert tokens[0] == tokens[1]
-        found = weights_of(many, tmp_path / "many")
-        expected = weights_of(alone, tmp_path / "alone")
-        assert found.keys() == expected.keys()
-        for tensor_name, tensor in expected.items():
-            assert torch.allclose(found[tensor_name], tensor, atol=2e-5), tensor_name
-        loaded = AutoModelForCausalLM if case.family != "qwen2_5_vl" else None
-        if loaded is not None:
-            loaded.from_pretrained(tmp_path / "many")
-        given = {"backend": "hf", "model_name": str(path), "temperature": OPTIONS["temperature"]}
-        engine: Any = create_generation(given)
-        for step in ("moves the shards", "reads them where they are"):
-            report = refit(many, engine)
-            assert (report.mode == "direct") != ("lora" in case.config), report.fallback
-            found = weights_of(many, tmp_path / step)
-            own = engine.weight_sink().tensors_by_name
-            assert all(torch.equal(own[key], tensor) for key, tensor in found.items()), step
-            many.train(data, NegativeLogLikelihood(), mbs=None)
-        engine.shutdown()
-    alone.shutdown()
-
-
-def chain(path: Path, directory: Path, sizes: tuple[int, ...], **config: Any) -> list[Any]:
-    """Losses and norms of steps, each by another number of ranks, from a checkpoint of the last."""
-    results = []
-    saved: dict[str, Any] = {}
-    for number, ranks in enumerate(sizes):
-        data = training_batch(LENGTHS, seed=number)
-        with ranks_of(Case(ranks, "", {}, config), path, **saved) as policy:
-            done = policy.train(data, NegativeLogLikelihood())
-            results.append([float(done[key]) for key in ("loss", "grad_norm", "lr")])
-            saved = {"resume_from": str(directory / f"{number} {ranks}")}
-            policy.save_checkpoint(saved["resume_from"])
-    return results
-
-
-@pytest.mark.parametrize(
-    "sizes", [(2, 1, 2), pytest.param((1, 2, 4, 2, 1), marks=pytest.mark.full)], ids=str
-)
-@pytest.mark.parametrize("config", [{}, pytest.param({"lora": LORA}, marks=pytest.mark.full)])
-def test_another_number_of_ranks_goes_on(tiny, tmp_path, sizes, config):
-    path = tiny("llama", vocab_size=269)
-    schedule = {"scheduler": {"name": "linear", "total_steps": 20}}
-    found = chain(path, tmp_path, sizes, **schedule, **config)
-    unbroken: Any = create_policy(OPTIONS | schedule | config | {"model_name": str(path)})
-    for number, result in enumerate(found):
-        done = unbroken.train(training_batch(LENGTHS, seed=number), NegativeLogLikelihood())
-        assert result == pytest.approx([float(done[k]) for k in ("loss", "grad_norm", "lr")], 1e-4)
-    unbroken.shutdown()
 
 
 @pytest.mark.full
@@ -190,27 +86,6 @@ def test_bfloat16_has_float32_masters(tiny, tmp_path):
     again = float(alone.train(training_batch(LENGTHS), NegativeLogLikelihood())["loss"])
     assert again == pytest.approx(expected, rel=1e-2)
     alone.shutdown()
-
-
-def test_a_loss_that_raises_on_one_rank_leaves_all_as_they_were(tiny):
-    data = training_batch(LENGTHS)
-    marked = training_batch(LENGTHS, marked=torch.arange(len(LENGTHS)) == 2)
-    with ranks_of(Case(2, "qwen2", {}, {"train_micro_batch_size": 1}), tiny()) as policy:
-        before = policy.get_logprobs(data)["logprobs"]
-        with pytest.raises(RLError, match="marked row"):
-            policy.train(marked, RaisesInARow())
-        assert torch.equal(policy.get_logprobs(data)["logprobs"], before)
-        policy.train(data, NegativeLogLikelihood())
-
-
-def test_a_row_that_one_rank_refuses_stops_all_of_them(tiny):
-    rows = {"input_ids": torch.full((2, 4), 5), "input_lengths": torch.tensor([4, 2])}
-    bad = BatchedDataDict(rows | {"input_ids": torch.tensor([[5] * 4, [5, 5, 900, 900]])})
-    bad["input_ids"][0, 1] = 100_000
-    with ranks_of(Case(2, "qwen2"), tiny()) as policy:
-        with pytest.raises(RLError, match="100000"):
-            policy.get_logprobs(bad)
-        assert policy.get_logprobs(BatchedDataDict(rows))["logprobs"].shape == (2, 4)
 
 
 # -- what one rank has -----------------------------------------------------------------------------

@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 import torch
 
-from rl_backends.policy.steps import learning_rate
 from rl_core.batch import BatchedDataDict
 from rl_core.errors import CapabilityError, DataError, TrainingError
 from rl_hf.logprobs import token_logprobs
@@ -15,8 +14,6 @@ from rl_hf.policy import HuggingFacePolicy
 from rl_losses import NLLLossFn
 
 LENGTHS = (20, 3, 11, 7, 16, 5, 9, 12)
-PACKED = {"sequence_packing": {"enabled": True, "train_mb_tokens": 40}}
-DYNAMIC = {"dynamic_batching": {"enabled": True, "train_mb_tokens": 96, "sequence_length_round": 8}}
 
 
 class Faulty(NLLLossFn):
@@ -58,17 +55,6 @@ def test_rows_that_are_no_multiple_of_the_global_batch_are_refused_before_any_st
     assert same(weights(policy), before)
 
 
-def test_masks_default_to_all_ones(tiny):
-    data = batch()
-    data["token_mask"] = data["token_mask"].new_ones(8, 24)
-    data["sample_mask"] = torch.ones(8)
-    bare = BatchedDataDict({key: data[key] for key in ("input_ids", "input_lengths")})
-    policy = HuggingFacePolicy(str(tiny()))
-    a, b = (policy.train(d, NLLLossFn(), eval_mode=True) for d in (data, bare))
-    assert a == b
-    assert a["global_valid_toks"] == sum(LENGTHS) - len(LENGTHS)
-
-
 def test_text_alone_changes_in_a_model_of_images_and_text(tiny, tmp_path):
     policy = HuggingFacePolicy(str(tiny("qwen2_5_vl")), optimizer={"lr": 1e-2})
     before = weights(policy)
@@ -95,26 +81,6 @@ def test_images_are_refused(tiny):
         policy.train(data, NLLLossFn())
     with pytest.raises(DataError, match="the batch has pixel_values, but engines and policies"):
         policy.generate(data)
-
-
-def test_a_batch_in_which_nothing_counts_takes_no_step(tiny):
-    policy = HuggingFacePolicy(str(tiny()), optimizer={"lr": 1.0, "weight_decay": 0.5})
-    data, before = batch(), weights(policy)
-    data["sample_mask"] = torch.zeros(8)
-    result = policy.train(data, NLLLossFn())
-    assert result["skipped_steps"] == 1
-    assert same(weights(policy), before)
-
-
-def test_dropout_draws_from_the_policys_own_stream(tiny):
-    path = str(tiny("qwen2", attention_dropout=0.3))
-    losses = []
-    for global_seed, seed in ((1, 5), (2, 5), (2, 6)):
-        torch.manual_seed(global_seed)
-        state = torch.get_rng_state()
-        losses.append(HuggingFacePolicy(path, seed=seed).train(batch(), NLLLossFn())["loss"])
-        assert torch.equal(torch.get_rng_state(), state)
-    assert losses[0] == losses[1] != losses[2]
 
 
 def test_the_rows_of_a_loss_that_is_not_finite_are_named(tiny):
@@ -156,16 +122,6 @@ def test_float16_is_refused_for_training_alone(tiny):
     policy.offload_after_refit()
     with pytest.raises(CapabilityError, match="loss scaling"):
         policy.train(batch(), NLLLossFn())
-
-
-def test_schedules_follow_their_formula():
-    linear = {"name": "linear", "warmup_steps": 2, "total_steps": 6, "min_lr_ratio": 0.5}
-    config = {"optimizer": {"lr": 1.0}, "scheduler": linear}
-    rates = [learning_rate(step, config) for step in range(8)]
-    assert rates == pytest.approx([0.5, 1, 1, 0.875, 0.75, 0.625, 0.5, 0.5])
-    config["scheduler"] = {"name": "cosine", "total_steps": 4}
-    assert learning_rate(2, config) == pytest.approx(0.5)
-    assert learning_rate(9, config) == pytest.approx(0.0)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])

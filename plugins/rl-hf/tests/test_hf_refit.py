@@ -8,12 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
 from torch import nn
 
 from rl_backends.torch.reference import make_reference
 from rl_core.batch import BatchedDataDict
-from rl_core.errors import ConfigError, LifecycleError
+from rl_core.errors import ConfigError
 from rl_core.weights import refit
 from rl_hf.generation import HuggingFaceGeneration
 from rl_hf.placement import Placement
@@ -94,35 +93,6 @@ def test_the_parameters_stay_the_same_objects(tiny, engine):
     policy.shutdown()
 
 
-def test_a_checkpoint_after_a_refit_resumes_bit_for_bit(moved, engine, tiny, tmp_path):
-    train(moved)
-    moved.save_checkpoint(tmp_path / "ck")
-    saved = weights(moved.model)
-    expected = [train(moved) for _ in range(2)]
-    fresh = HuggingFacePolicy(str(tiny()), resume_from=str(tmp_path / "ck"), **OPTIONS)
-    assert [train(fresh) for _ in range(2)] == expected
-    fresh.shutdown()
-    moved.load_checkpoint(tmp_path / "ck")
-    assert same(weights(moved.model), saved)
-    assert refit(moved, engine).mode == "direct"
-    assert same(weights(engine._model), saved)
-
-
-@pytest.mark.parametrize("kind", ["swap", "copy"])
-def test_the_reference_is_where_it_was(tiny, engine, kind):
-    policy = HuggingFacePolicy(str(tiny()), reference=kind, **OPTIONS)
-    start = policy.get_logprobs(batch())["logprobs"]
-    refit(policy, engine)
-    train(policy)
-    trained = weights(policy.model)
-    reference = policy.get_reference_policy_logprobs(batch())["reference_logprobs"]
-    assert torch.equal(reference, start)
-    assert same(weights(policy.model), trained)
-    refit(policy, engine)
-    assert same(weights(engine._model), trained)
-    policy.shutdown()
-
-
 def test_a_copy_of_the_model_has_memory_of_its_own(moved):
     other = copy.deepcopy(moved.model)
     before = weights(moved.model)
@@ -132,34 +102,11 @@ def test_a_copy_of_the_model_has_memory_of_its_own(moved):
     assert same(weights(moved.model), before)
 
 
-def test_the_model_is_saved_and_exported(moved, tmp_path):
-    moved.model.save_pretrained(tmp_path / "saved")
-    moved.export_hf(tmp_path / "exported")
-    for name in ("saved", "exported"):
-        found = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / name)
-        assert same(weights(found), weights(moved.model)), name
-
-
 def test_adapters_are_merged_on_the_fly_and_cannot_be_read_in_place(tiny, engine):
     policy = HuggingFacePolicy(str(tiny()), lora=LORA, optimizer={"lr": 1e-2})
     with pytest.raises(ConfigError, match="computes its tensors during the refit"):
         refit(policy, engine, mode="direct")
     assert refit(policy, engine).mode == "packed"
-    policy.shutdown()
-
-
-@pytest.mark.parametrize("merged", [False, True], ids=["plain", "lora"])
-def test_weights_that_changed_are_not_confirmed(tiny, merged):
-    policy = HuggingFacePolicy(str(tiny()), lora=LORA if merged else None, **OPTIONS)
-    source = policy.refit_source()
-    source.confirm()
-    train(policy)
-    with pytest.raises(LifecycleError, match="during a refit"):
-        source.confirm()
-    with policy.changes.declared():
-        half = policy.refit_source()
-        with pytest.raises(LifecycleError, match="during a refit"):
-            half.confirm()
     policy.shutdown()
 
 

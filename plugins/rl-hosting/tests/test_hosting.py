@@ -58,15 +58,6 @@ def test_a_row_fails_alone_and_an_engine_that_fails_goes_on(start):
     assert engine.generate(prompts(5))["output_ids"].tolist() == [[5, 6, 7, 8, 9]]
 
 
-def test_rows_with_stop_strings_fail_before_an_engine_without_a_tokenizer_sees_them(start):
-    engine = start(fake={"facts": {"has_tokenizer": False}, "needs_rows": True})
-    batch = prompts(5)
-    batch["stop_strings"] = [["7"]]
-    with pytest.raises(DataError, match="row 0 has stop strings, but the model has no tokenizer"):
-        engine.generate(batch)
-    assert engine.generate(prompts(5))["output_ids"].tolist() == [[5, 6, 7, 8, 9]]
-
-
 def test_a_process_that_ends_fails_the_calls_in_it_with_its_last_words(start):
     engine = start()
     with ThreadPoolExecutor(4) as pool:

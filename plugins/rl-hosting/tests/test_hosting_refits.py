@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import threading
 import time
 from contextlib import closing
 from typing import TYPE_CHECKING, Any
@@ -12,13 +11,11 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import pytest
 from fake_backend import SIZES, SOON, filled, prompts, until
-from fake_engine import on_fire
 
-from rl_conformance.doubles import Sink, Source, Trainer
+from rl_conformance.doubles import Sink, Trainer
 from rl_core import refit
 from rl_core.errors import (
     DeadlineError,
-    LoopWarning,
     RefitError,
     RemoteError,
     RLError,
@@ -79,42 +76,6 @@ def test_both_workers_take_a_refit(pair, trainer, options):
     assert rows["weights_origin"].tolist() == [report.origin] == [engine.weights_origin]
 
 
-def test_both_workers_tell_of_a_trainer_that_took_over(pair, trainer):
-    engine = pair()
-    with closing(Trainer(filled(1.0))) as other:
-        first = refit(trainer, engine, deadline_s=SOON)
-        with pytest.warns(LoopWarning, match=f"had version 1 of origin {first.origin}"):
-            report = refit(other, engine, deadline_s=SOON)
-        assert [one["origin"] for one in report.taken_over] == [first.origin]
-        assert report.taken_over[0]["name"] == engine._receiver.name
-        rows = engine.generate(prompts(5))
-        assert rows["weights_version"].tolist() == [1]
-        assert rows["weights_origin"].tolist() == [report.origin]
-        [keys] = trainer.prepare_weights_for_ipc()
-        engine.update_weights(trainer.get_weights_ipc_handles(keys, receivers=2))
-        assert (engine.weights_version, engine.weights_origin) == (2, first.origin)
-
-
-def test_a_delta_sends_what_changed(pair, trainer):
-    engine = pair()
-    refit(trainer, engine, deadline_s=SOON)
-    trainer.tensors["b"].fill_(2.0)
-    report = refit(trainer, engine, deadline_s=SOON, delta=True)
-    assert report.bytes == SIZES["b"] * 4
-    assert installed(engine) == [1.0, 2.0, 1.0] * 2
-
-
-def test_a_refit_waits_for_rows_and_rows_wait_for_it(pair, trainer):
-    engine = pair(pause=0.05)
-    calls = [threading.Thread(target=engine.generate, args=(prompts(5, 6),)) for _ in range(3)]
-    for call in calls:
-        call.start()
-    refit(trainer, engine, deadline_s=SOON)
-    for call in calls:
-        call.join()
-    assert engine.generate(prompts(5))["weights_version"].tolist() == [1]
-
-
 def test_the_lock_that_is_granted_to_one_refit_lets_no_other_one_write(trainer):
     """The driver may still wait for it on behalf of a refit that another has followed."""
     weights = filled(0.0)
@@ -148,23 +109,6 @@ def test_the_lock_that_is_granted_to_one_refit_lets_no_other_one_write(trainer):
         "torn": False,
     }
     worker._receiver.close()
-
-
-def test_workers_do_not_wait_for_a_refit_that_the_trainer_could_not_begin(
-    pair, trainer, monkeypatch
-):
-    engine = pair()
-
-    def refuse(source: Source, number: int, deadline_s: float) -> None:
-        raise OSError("the ranks are out of step")
-
-    monkeypatch.setattr(Source, "open", refuse)
-    with pytest.raises(RefitError, match="out of step"):
-        refit(trainer, engine, deadline_s=600)
-    monkeypatch.undo()
-    begun = time.monotonic()
-    assert refit(trainer, engine, deadline_s=SOON).version == 1
-    assert time.monotonic() - begun < SOON / 4
 
 
 @pytest.mark.parametrize("act", ["kill", "raise", "exit"])
@@ -205,28 +149,6 @@ def test_an_engine_that_is_killed_while_a_sender_is_awaited(pair, trainer, victi
     os.kill(pid, signal.SIGKILL)
     with pytest.raises(RemoteError, match=r"fake engine|WorkersEngine"):
         wait(taking, SOON)
-
-
-def test_a_refit_that_nobody_sends_ends_at_its_deadline_and_the_next_one_works(pair, trainer):
-    engine = pair()
-    engine.prepare_refit_info(trainer.prepare_refit_info())
-    [taking] = engine.receive_weights(deadline_s=1.0)
-    with pytest.raises((RefitError, DeadlineError)) as caught:
-        wait(taking, SOON)
-    assert "the fake engine starts" in caught.value.details["log"]
-    refit(trainer, engine, deadline_s=SOON)
-    assert engine.weights_version == 1
-
-
-def test_a_trainer_that_fails_aborts_and_the_next_refit_works(pair, trainer):
-    engine = pair()
-
-    trainer.on["b"] = on_fire
-    with pytest.raises(RefitError, match="on fire"):
-        refit(trainer, engine, deadline_s=SOON)
-    trainer.on.clear()
-    refit(trainer, engine, deadline_s=SOON)
-    assert installed(engine) == [1.0] * 6
 
 
 def test_a_shutdown_ends_a_refit_that_waits(pair, trainer):

@@ -16,7 +16,6 @@ import pytest
 import torch
 from cluster_doubles import pids, wait_until_gone
 
-from rl_conformance.losses import FailsInTheStep, NanInARow, NanInTheGradientOfARow
 from rl_conformance.training import NegativeLogLikelihood, training_batch
 from rl_core import create_generation, create_policy
 from rl_core.batch import BatchedDataDict
@@ -29,7 +28,6 @@ from rl_megatron.manifest import BACKEND
 from rl_megatron.weights import CheckpointFiles
 
 TENSOR, PIPELINE = "tensor_model_parallel_size", "pipeline_model_parallel_size"
-EXPERT = "expert_model_parallel_size"
 #: Seconds for a call, for a rank that waits for another, and by when a failure must be known.
 DEADLINE_S, PATIENCE_S, SOON_S = 90.0, 10.0, 40.0
 OPTIONS: dict[str, Any] = {
@@ -168,31 +166,6 @@ def test_a_rank_that_is_stopped_is_waited_for_no_longer_than_said(
     assert error.details.get("rank") == victim, (error, error.details)
 
 
-@pytest.mark.parametrize("loss", [NanInARow(), NanInTheGradientOfARow()], ids=["loss", "gradient"])
-@pytest.mark.parametrize(
-    ("layout", "family"),
-    [
-        ({}, "llama"),
-        pytest.param({PIPELINE: 2}, "llama", marks=pytest.mark.full),
-        pytest.param({TENSOR: 2}, "llama", marks=pytest.mark.full),
-        pytest.param({EXPERT: 2}, "qwen3_moe", marks=pytest.mark.full),
-    ],
-    ids=["dp2", "pp2", "tp2", "ep2"],
-)
-def test_what_is_not_finite_on_one_rank_is_refused_by_all(start, tiny, layout, family, loss):
-    policy, marked = start(family, **layout), torch.zeros(8)
-    marked[5] = 1
-    before = policy.get_logprobs(batch())["logprobs"]
-    with pytest.raises(Exception, match="finite"):
-        policy.train(batch(marked=marked), loss, mbs=2)
-    assert policy.get_logprobs(batch())["logprobs"].equal(before)
-    alone = create_policy({**OPTIONS, "model_name": str(tiny(family))})
-    for _ in range(2):
-        assert train(policy)["loss"] == pytest.approx(train(alone)["loss"], rel=1e-5)
-    alone.shutdown()
-    assert len(set(policy._group.attributes("steps"))) == 1
-
-
 @contextmanager
 def limited(policy: RemotePolicy, victim: int, what: int, least: int) -> Iterator[None]:
     """One rank's process may have no more of something."""
@@ -257,22 +230,6 @@ def refused(policy: Any, path: Path, model: Path, match: str) -> None:
             call(policy)
         assert time.monotonic() - begun < PATIENCE_S
     assert not (path / "ck").exists()
-
-
-@pytest.mark.parametrize(
-    "layout", ["tp2", *(pytest.param(one, marks=pytest.mark.full) for one in ("pp2", "dp2"))]
-)
-def test_a_step_that_fails_on_one_rank_leaves_all_refusing_until_they_load(
-    start, tiny, tmp_path, layout
-):
-    policy = start(**LAYOUTS[layout], rank_timeout_s=DEADLINE_S)
-    policy.save_checkpoint(tmp_path / "before")
-    expected = train(policy)["loss"]
-    with pytest.raises(RLError, match="no memory left"):
-        policy.train(batch(), FailsInTheStep(tmp_path / "claim"))
-    refused(policy, tmp_path, tiny(), "partly old and partly new")
-    policy.load_checkpoint(tmp_path / "before")
-    assert train(policy)["loss"] == expected
 
 
 def test_what_cannot_be_read_any_more_in_a_load_leaves_the_policy_refusing(

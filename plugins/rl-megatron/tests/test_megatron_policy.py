@@ -8,14 +8,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch import distributed as dist
-from transformers import AutoModelForCausalLM
 
 from rl_conformance.losses import LogitLikelihood, SequenceLikelihood
 from rl_conformance.training import NegativeLogLikelihood, training_batch
 from rl_core.batch import BatchedDataDict
-from rl_core.errors import LifecycleError
 from rl_hf.policy import HuggingFacePolicy
-from rl_megatron.parallel import ParallelState
 from rl_megatron.policy import MegatronPolicy
 
 # A large eps: some biases have no gradient but rounding, which Adam would blow up to its rate.
@@ -39,7 +36,6 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "experts-tied": ("qwen3_moe", {"tie_word_embeddings": True, "num_experts_per_tok": 4}),
 }
 PACKED = {"sequence_packing": {"enabled": True, "train_mb_tokens": 40, "logprob_mb_tokens": 40}}
-DYNAMIC = {"dynamic_batching": {"enabled": True, "train_mb_tokens": 96, "sequence_length_round": 8}}
 
 
 def batch(**extra: Any) -> BatchedDataDict[Any]:
@@ -87,27 +83,6 @@ def test_scores_and_steps_are_those_of_rl_hf(tiny, built, name):
     torch.testing.assert_close(found[key], expected[key], atol=1e-4, rtol=1e-4)
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3_moe"])
-@pytest.mark.parametrize(
-    "loss", [NegativeLogLikelihood(), LogitLikelihood()], ids=["token", "logit"]
-)
-def test_a_step_does_not_depend_on_how_rows_are_split(tiny, built, family, loss):
-    path, data, seen = str(tiny(family)), batch(), []
-    for config in ({}, {"train_micro_batch_size": 1}, PACKED, DYNAMIC):
-        policy = built(MegatronPolicy(path, **OPTIONS, **config))
-        scores = policy.get_logprobs(data)["logprobs"]
-        top = policy.get_topk_logits(data, 3)["topk_logits"]
-        result = policy.train(data, loss)
-        seen.append((scores, top, result, weights(policy)))
-        policy.shutdown()
-    for scores, top, result, tensors in seen[1:]:
-        torch.testing.assert_close(scores, seen[0][0], atol=1e-4, rtol=1e-4)
-        torch.testing.assert_close(top, seen[0][1], atol=1e-4, rtol=1e-4)
-        for key in ("loss", "grad_norm"):
-            assert result[key] == pytest.approx(seen[0][2][key], rel=1e-5)
-        close(tensors, seen[0][3])
-
-
 @pytest.mark.parametrize("dropout", [0.0, 0.3])
 @pytest.mark.parametrize("family", ["llama", "qwen3_moe"])
 @pytest.mark.parametrize("rows", [{}, PACKED], ids=["padded", "packed"])
@@ -121,19 +96,6 @@ def test_recompute_changes_no_gradient(tiny, built, family, dropout, rows):
     assert found[1][0] == found[0][0] == found[2][0]
     assert same(found[1][1], found[0][1])
     assert same(found[2][1], found[0][1])
-
-
-def test_dropout_draws_from_the_policys_own_stream_and_anew_in_each_step(tiny, built):
-    path, losses = str(tiny("llama", attention_dropout=0.3)), []
-    for global_seed, seed in ((1, 5), (2, 5), (2, 6)):
-        torch.manual_seed(global_seed)
-        state = torch.get_rng_state()
-        policy = built(MegatronPolicy(path, seed=seed, optimizer={"lr": 0.0}))
-        losses.append([policy.train(batch(), NegativeLogLikelihood())["loss"] for _ in range(2)])
-        assert torch.equal(torch.get_rng_state(), state)
-        policy.shutdown()
-    assert losses[0] == losses[1] != losses[2]
-    assert losses[0][0] != losses[0][1]
 
 
 def test_what_dropout_keeps_is_scaled_up(tiny, built):
@@ -172,31 +134,6 @@ def test_bfloat16_weights_are_float32_masters_rounded(tiny, built, family):
     assert {spec.dtype for spec in mine.weight_source().specs()} == {"bfloat16"}
 
 
-@pytest.mark.parametrize("name", ["llama-llama3", "qwen2", "experts", "experts-tied"])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_an_export_loads_in_transformers_bit_for_bit(tiny, built, tmp_path, name, dtype):
-    family, more = MODELS[name]
-    path = tiny(family, **more)
-    policy = built(MegatronPolicy(str(path), torch_dtype=dtype, optimizer={"lr": 1e-2}))
-    kind = getattr(torch, dtype)
-    for step in range(2):
-        policy.export_hf(tmp_path / str(step))
-        if step == 0:  # what was read
-            model = AutoModelForCausalLM.from_pretrained(path, dtype=kind)
-            expected = {n: t for n, t in model.state_dict().items() if n in weights(policy)}
-        else:
-            expected = weights(policy)
-        assert same(weights(policy), expected)
-        model, info = AutoModelForCausalLM.from_pretrained(
-            tmp_path / str(step), output_loading_info=True
-        )
-        assert not any(info[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys"))
-        assert model.dtype == kind
-        found = model.state_dict()
-        assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
-        policy.train(batch(), NegativeLogLikelihood())
-
-
 def test_an_export_in_several_files_is_whole(tiny, built, tmp_path, monkeypatch):
     monkeypatch.setattr("rl_megatron.checkpoint.FILE_BYTES", 200_000)
     policy = built(MegatronPolicy(str(tiny())))
@@ -207,42 +144,6 @@ def test_an_export_in_several_files_is_whole(tiny, built, tmp_path, monkeypatch)
     assert same(found, weights(policy))
     again = built(MegatronPolicy(str(tmp_path / "out")))
     assert same(weights(again), weights(policy))
-
-
-def test_steps_go_on_from_a_checkpoint_exactly(tiny, built, tmp_path):
-    path = str(tiny("qwen3_moe", attention_dropout=0.3))
-    for dtype in ("float32", "bfloat16"):
-        options = {**OPTIONS, "torch_dtype": dtype}
-        policy = built(MegatronPolicy(path, **options))
-        policy.train(batch(), NegativeLogLikelihood())
-        policy.save_checkpoint(tmp_path / dtype)
-        other = built(MegatronPolicy(path, resume_from=str(tmp_path / dtype), **options))
-        data = batch()
-        assert policy.train(data, NegativeLogLikelihood()) == other.train(
-            data, NegativeLogLikelihood()
-        )
-        assert same(weights(policy), weights(other))
-
-
-@pytest.mark.parametrize("first", [0, 1])
-def test_two_policies_live_side_by_side(tiny, built, first):
-    policies = [
-        built(MegatronPolicy(str(tiny(family)), **OPTIONS)) for family in ("llama", "qwen2")
-    ]
-    alone = built(HuggingFacePolicy(str(tiny(("llama", "qwen2")[1 - first])), **OPTIONS))
-    for policy in policies:
-        policy.train(batch(), NegativeLogLikelihood())
-    alone.train(batch(), NegativeLogLikelihood())
-    policies[first].shutdown()
-    with pytest.raises(LifecycleError):
-        policies[first].get_logprobs(batch())
-    found, expected = (
-        p.train(batch(), NegativeLogLikelihood())["loss"] for p in (policies[1 - first], alone)
-    )
-    assert found == pytest.approx(expected, rel=1e-5)
-    policies[1 - first].shutdown()
-    assert ParallelState._alive is None
-    assert not dist.is_initialized()
 
 
 def test_a_process_group_of_the_user_stays(tiny, built):
@@ -261,13 +162,3 @@ def test_a_process_group_of_the_user_stays(tiny, built):
         assert dist.is_initialized()
     finally:
         dist.destroy_process_group()
-
-
-def test_no_rows_that_count_take_no_step(tiny, built):
-    policy, data = built(MegatronPolicy(str(tiny("qwen3_moe")), **OPTIONS)), batch()
-    before = weights(policy)
-    data["sample_mask"] = torch.zeros(8)
-    assert policy.train(data, NegativeLogLikelihood())["skipped_steps"] == 1
-    assert same(weights(policy), before)
-    empty = BatchedDataDict({key: value[:0] for key, value in batch().items()})
-    assert policy.get_logprobs(empty)["logprobs"].shape[0] == 0

@@ -10,16 +10,13 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM
 
-from rl_conformance.losses import LogitLikelihood, RaisesInARow, SequenceLikelihood
+from rl_conformance.losses import LogitLikelihood, SequenceLikelihood
 from rl_conformance.training import NegativeLogLikelihood, training_batch
-from rl_core import create_generation, create_policy
+from rl_core import create_policy
 from rl_core.batch import BatchedDataDict
-from rl_core.weights import refit
 from rl_hosting import LocalCluster
 
-SOON = 60.0
 TENSOR, PIPELINE = "tensor_model_parallel_size", "pipeline_model_parallel_size"
 EXPERT, SEQUENCE = "expert_model_parallel_size", "sequence_parallel"
 # A large eps: some biases have no gradient but rounding, which Adam would blow up to its rate.
@@ -160,25 +157,6 @@ def test_fewer_rows_than_copies_and_rows_that_do_not_count(pair):
     pair.step(sample_mask=torch.tensor([1.0, *[0] * 7]))
 
 
-def test_generation_is_the_same_on_all_ranks_and_other_in_each_call(pair):
-    data = batch()
-    prompts = BatchedDataDict({key: data[key] for key in ("input_ids", "input_lengths")})
-    greedy = [p.generate(prompts, greedy=True) for p in (pair.ranks, pair.alone)]
-    assert greedy[0]["output_ids"].equal(greedy[1]["output_ids"])
-    close({"": greedy[0]["logprobs"]}, {"": greedy[1]["logprobs"]})
-    calls = []
-    for _ in range(2):
-        each = pair.ranks._group.call_all("generate", prompts)
-        assert all(one["output_ids"].equal(each[0]["output_ids"]) for one in each)
-        assert all(one["logprobs"].equal(each[0]["logprobs"]) for one in each)
-        calls.append(each[0]["output_ids"])
-    assert not calls[0].equal(calls[1])
-    seeded = prompts | {"seed": torch.arange(8)}
-    found, expected = (p.generate(seeded)["output_ids"] for p in (pair.ranks, pair.alone))
-    assert found.equal(expected)
-    pair.step()  # generation drew nothing of training's numbers
-
-
 def test_observed_heads_are_those_of_one_rank(pair):
     found, expected = (
         p.calibrate_qkv_fp8_scales(batch(), include_q=True)["layers"]
@@ -205,56 +183,6 @@ def test_a_checkpoint_goes_on_as_any_number_of_ranks(pair, tmp_path):
     for result in (again, over):
         for key in ("loss", "grad_norm", "lr"):
             assert result[key] == pytest.approx(ahead[1][key], rel=2e-5)
-
-
-@pytest.mark.parametrize("transport", ["ipc", "collective"])
-def test_refits_are_bit_for_bit(pair, tmp_path, transport):
-    config = {"backend": "hf", "model_name": pair.path, "temperature": 0.9, "max_new_tokens": 4}
-    engine: Any = create_generation(config)
-    engine.prepare_for_generation()
-    pair.ranks.save_checkpoint(tmp_path / "a")
-    # Published experts are one tensor each, transformers' model stacks them, as a refit does.
-    expected = AutoModelForCausalLM.from_pretrained(tmp_path / "a", dtype="auto").state_dict()
-    for delta in (False, True):
-        report = refit(
-            pair.ranks,
-            engine,
-            transport=transport,
-            delta=delta,
-            verify="installed",
-            deadline_s=SOON,
-            **({"address": "127.0.0.1"} if transport == "collective" else {}),
-        )
-        assert bool(report.tensors) != delta
-        assert report.mode == ("direct" if transport == "ipc" else "packed"), report.fallback
-        found = engine._model.state_dict()
-        assert found.keys() == expected.keys()
-        assert all(found[name].equal(tensor) for name, tensor in expected.items())
-    engine.shutdown()
-    pair.step()
-
-
-def test_a_loss_that_raises_on_some_ranks_is_raised_and_the_next_step_works(pair):
-    marked = torch.zeros(8)
-    marked[4] = 1
-    for policy in (pair.ranks, pair.alone):
-        with pytest.raises(Exception, match="marked row"):
-            policy.train(batch(marked=marked), RaisesInARow(), mbs=1)
-    pair.step()
-
-
-def test_a_bad_row_is_refused_and_the_next_step_works(pair):
-    data = batch()
-    data["input_ids"][5, 2] = 100_000
-    for call in (
-        lambda: pair.ranks.get_logprobs(data),
-        lambda: pair.ranks.get_topk_logits(data, 3),
-        lambda: pair.ranks.train(data, NegativeLogLikelihood()),
-    ):
-        with pytest.raises(Exception, match="100000"):
-            call()
-        close(pair.ranks.get_logprobs(batch()), pair.alone.get_logprobs(batch()))
-    pair.step()
 
 
 @pytest.mark.full

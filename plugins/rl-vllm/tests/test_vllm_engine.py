@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 import signal
 import tempfile
@@ -12,12 +11,10 @@ import psutil
 import pytest
 import torch
 from real_engines import (
-    difference,
     directories_in,
     hf_policy,
     processes_of,
     prompts,
-    shake,
     shared_by,
     sockets_in,
 )
@@ -35,38 +32,6 @@ from rl_core.weights import refit
 from rl_vllm import VllmGenerationWorker
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
-
-
-def test_a_staged_refit_exchanges_the_weights(start, tiny):
-    engine, policy = start("qwen2", torch_dtype="float32"), hf_policy(tiny("qwen2"))
-    before = engine.generate(prompts(), greedy=True)
-    shake(policy)
-    refit(policy, engine, isolation="staged", verify="installed", deadline_s=60.0)
-    after = engine.generate(prompts(), greedy=True)
-    assert not torch.equal(before["logprobs"], after["logprobs"])
-    assert difference(policy, after) < 1e-4
-    policy.shutdown()
-
-
-def test_rows_come_as_they_finish_and_may_be_left(start):
-    engine = start("qwen2", {"async_engine": True}, torch_dtype="float32")
-    whole = engine.generate(prompts(8), greedy=True)
-
-    async def stream(count: int) -> dict[int, list[int]]:
-        found: dict[int, list[int]] = {}
-        rows = engine.generate_async(prompts(8), greedy=True)
-        async for row, output in rows:
-            found[row] = output["output_ids"][0].tolist()
-            if len(found) == count:
-                break
-        await rows.aclose()
-        return found
-
-    everything = asyncio.run(stream(8))
-    for row, ids in everything.items():
-        assert whole["output_ids"][row, : len(ids)].tolist() == ids
-    assert len(asyncio.run(stream(2))) == 2
-    assert torch.equal(engine.generate(prompts(8), greedy=True)["output_ids"], whole["output_ids"])
 
 
 def test_a_model_that_vllm_loads_and_cannot_compute_is_refused_when_it_is_built(start, tiny):

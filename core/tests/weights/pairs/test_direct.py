@@ -16,13 +16,11 @@ import torch
 from simple_pair import (
     BUCKET,
     DictSink,
-    DictSource,
     Engine,
     InPlaceSink,
     Tensors,
     Trainer,
     blank,
-    fails,
     go,
     make_persistent,
     same,
@@ -59,53 +57,6 @@ def test_every_tensor_arrives_bit_for_bit_without_being_packed(keep, verify, kin
     assert same(make_persistent(), engine.sink.tensor)
 
 
-def test_changes_in_place_are_seen_by_the_next_refit(pair):
-    trainer, engine = pair
-    go(trainer, engine)
-    places = {name: t.data_ptr() for name, t in trainer.source.tensor.items()}
-    for name, tensor in make_persistent(1).items():
-        trainer.source.tensor[name].copy_(tensor)
-    assert go(trainer, engine).mode == "direct"
-    assert same(make_persistent(1), engine.sink.tensor)
-    assert {name: t.data_ptr() for name, t in trainer.source.tensor.items()} == places
-
-
-def test_the_engine_keeps_its_version_while_the_trainer_goes_on(pair):
-    trainer, engine = pair
-    go(trainer, engine)
-    trainer.source.tensor["big"].add_(1)
-    assert torch.equal(engine.sink.tensor["big"], make_persistent()["big"])
-
-
-def test_a_model_that_grows_moves_to_other_memory(keep, pair):
-    trainer, engine = pair
-    go(trainer, engine)
-    trainer.source.tensor["late"] = torch.ones(100)
-    wider = keep(Engine(blank(trainer.source.tensor)))
-    assert go(trainer, wider).mode == "direct"
-    trainer.source.tensor["half"].zero_()
-    go(trainer, wider)
-    assert same(trainer.source.tensor, wider.sink.tensor)
-    assert not wider.sink.tensor["half"].any()
-
-
-def test_direct_and_packed_refits_may_alternate(pair):
-    trainer, engine = pair
-    for value, mode in enumerate(["direct", "packed", "direct", "packed"]):
-        trainer.source.tensor["big"].fill_(value)
-        assert go(trainer, engine, mode=mode).mode == mode
-        assert same(trainer.source.tensor, engine.sink.tensor)
-
-
-def test_a_direct_refit_after_one_that_failed_is_exact(pair):
-    trainer, engine = pair
-    engine.sink.on["write"] = lambda: 1 / 0
-    fails(trainer, engine)
-    engine.sink.on.clear()
-    assert go(trainer, engine).mode == "direct"
-    assert same(trainer.source.tensor, engine.sink.tensor)
-
-
 def test_the_device_may_be_called_by_a_name_that_tensors_do_not_give_it(pair):
     trainer, engine = pair
     trainer.source.device = "cpu:0"
@@ -113,61 +64,6 @@ def test_the_device_may_be_called_by_a_name_that_tensors_do_not_give_it(pair):
 
 
 # -- what the trainer notices of the move ---------------------------------------------------------
-
-
-class Model(torch.nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed = torch.nn.Embedding(32, 16)
-        self.body = torch.nn.Linear(16, 16)
-        self.head = torch.nn.Linear(16, 32, bias=False)
-        self.head.weight = self.embed.weight
-
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        return self.head(self.body(self.embed(tokens)))
-
-    def named(self) -> Tensors:
-        return dict(self.named_parameters(remove_duplicate=False))
-
-
-TIES = {"head.weight": "embed.weight"}
-
-
-def step(model: Model, optimizer: torch.optim.Optimizer) -> None:
-    optimizer.zero_grad()
-    model(torch.arange(32)).square().mean().backward()
-    optimizer.step()
-
-
-def test_training_goes_on_as_if_nothing_had_moved(keep):
-    torch.manual_seed(0)
-    model = Model()
-    twin = Model()
-    twin.load_state_dict(model.state_dict())
-    optimizers = [torch.optim.AdamW(m.parameters(), lr=0.1) for m in (model, twin)]
-    engine = keep(Engine(blank(twin.named())))
-    trainer = keep(Trainer(model.named(), TIES, at_home=True))
-    for _ in range(3):
-        step(model, optimizers[0])
-        assert go(trainer, engine).mode == "direct"
-        step(twin, optimizers[1])
-        assert same(twin.named(), engine.sink.tensor)
-
-
-def test_parameters_keep_identity_values_gradients_and_ties(keep):
-    model = Model()
-    model(torch.arange(32)).sum().backward()
-    before = model.named()
-    values = {name: p.detach().clone() for name, p in before.items()}
-    gradients = {name: p.grad for name, p in before.items()}
-    trainer = keep(Trainer(before, TIES, at_home=True))
-    go(trainer, keep(Engine(blank(values))))
-    after = model.named()
-    assert all(after[name] is before[name] for name in before)
-    assert all(after[name].grad is gradients[name] for name in before)
-    assert all(p.requires_grad and p.is_leaf for p in after.values())
-    assert same(values, after)
-    assert model.head.weight is model.embed.weight
 
 
 def test_each_tensor_has_storage_of_its_own_so_that_saving_one_saves_little(pair):
@@ -193,26 +89,6 @@ def test_tensors_outlive_the_sender(pair):
     gc.collect()
     trainer.source.tensor["big"].add_(1)
     assert torch.equal(trainer.source.tensor["big"], make_persistent()["big"] + 1)
-
-
-@pytest.mark.parametrize("either_device", ["cpu"], indirect=True)
-def test_no_second_copy_of_the_model_remains(keep):
-    # malloc gives memory of more than 32 MiB back at once, and keeps smaller pieces for later.
-    size = 96 << 20
-    tensors = {f"w{i}": torch.ones(size // 8) for i in range(2)}
-    trainer, engine = keep(Trainer(tensors, at_home=True)), keep(Engine(blank(tensors)))
-    go(trainer, engine, mode="packed", bucket_bytes=1 << 20)  # touches what is touched once
-    before = private_bytes()
-    assert go(trainer, engine, bucket_bytes=1 << 20).mode == "direct"
-    assert private_bytes() < before - 0.9 * size
-
-
-def private_bytes() -> int:
-    """Memory that this process has for itself, unlike the one that tensors are moved to."""
-    gc.collect()
-    with open("/proc/self/status") as status:
-        [line] = [line for line in status if line.startswith("RssAnon")]
-    return int(line.split()[1]) << 10
 
 
 # -- memory that is lacking -----------------------------------------------------------------------
@@ -447,12 +323,6 @@ def test_users_of_memory_that_the_source_names_are_moved_with_its_pieces(keep):
     assert parameter.untyped_storage().data_ptr() == tensors["v"].untyped_storage().data_ptr()
 
 
-def test_empty_tensors_are_no_obstacle(keep):
-    tensors = {"w": torch.randn(30), "empty": torch.randn(4)[:0]}
-    trainer, engine = keep(Trainer(tensors, at_home=True)), keep(Engine(blank(tensors)))
-    assert go(trainer, engine, mode="direct").mode == "direct"
-
-
 def test_what_is_trained_arrives_also_where_the_source_keeps_detached_twins_of_it(keep):
     parameter = torch.nn.Parameter(torch.randn(30))
     trainer = keep(Trainer({"w": parameter.detach()}, at_home=True))
@@ -472,35 +342,6 @@ def test_tensors_made_on_the_fly_cannot_be_direct(keep):
     with pytest.raises(ConfigError, match="computes its tensors during the refit"):
         go(trainer, engine, mode="direct")
     assert go(trainer, engine).mode == "packed"
-
-
-def test_an_engine_that_wants_another_dtype_gets_packed_tensors(keep):
-    trainer = keep(Trainer({"w": torch.randn(30)}, at_home=True))
-    engine = keep(Engine({"w": torch.zeros(30).bfloat16()}))
-    engine.sink.casts = True
-    with pytest.raises(ConfigError, match="1 tensors in another dtype"):
-        go(trainer, engine, mode="direct")
-    assert go(trainer, engine).mode == "packed"
-    assert torch.equal(engine.sink.tensor["w"], trainer.source.tensor["w"].bfloat16())
-
-
-def test_packed_leaves_tensors_where_they_are(pair):
-    trainer, engine = pair
-    places = {name: t.data_ptr() for name, t in trainer.source.tensor.items()}
-    report = go(trainer, engine, mode="packed")
-    assert report.mode == "packed"
-    assert report.extra_memory_bytes <= 2 * BUCKET
-    assert {name: t.data_ptr() for name, t in trainer.source.tensor.items()} == places
-
-
-def test_tensors_that_are_declared_in_another_order_are_moved_again(keep):
-    tensors = {"a": torch.full((99,), 1.0), "b": torch.full((99,), 2.0)}
-    trainer, engine = keep(Trainer(tensors, at_home=True)), keep(Engine(blank(tensors)))
-    go(trainer, engine)
-    trainer.source.specs = lambda: list(reversed(DictSource.specs(trainer.source)))
-    assert go(trainer, engine).mode == "direct"
-    assert same(tensors, engine.sink.tensor)
-    assert tensors["a"].eq(1).all()
 
 
 def test_tensors_that_exchanged_their_memory_are_moved_back(keep):

@@ -87,16 +87,3 @@ def test_the_old_weights_serve_after_a_failure_at_any_point(pair, call, isolatio
     go(trainer, engine, delta=True, **how)
     engine.receiver.check()
     assert serves(engine, seed=1)
-
-
-def test_a_staged_refit_needs_no_second_copy_and_lets_the_engine_generate(pair):
-    trainer, engine = pair
-    free: list[bool] = []
-    engine.sink.on["pieces"] = lambda: free.append(engine.may_generate() and serves(engine, 0))
-    engine.sink.on["finish"] = lambda: free.append(engine.may_generate())
-    go(trainer, engine, isolation="staged")
-    assert free[-1] is False
-    assert all(free[:-1])
-    assert not engine.receiver.second_copy
-    assert engine.sink.calls.count("finish") == 2
-    assert serves(engine, seed=1)

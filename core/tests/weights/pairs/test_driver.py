@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from installed import Install
-from simple_pair import BUCKET, SOON, Engine, Replicas, blank, go, same
+from simple_pair import BUCKET, SOON, Engine, go, same
 
 from rl_core.errors import (
     AmbiguousBackendError,
@@ -63,23 +63,6 @@ def test_a_refit_that_failed_is_tried_again(pair, call, isolation):
     assert report.attempts == 2
     assert report.version == engine.receiver.version == trainer.sender.version
     engine.receiver.check()
-    assert same(trainer.source.tensor, engine.sink.tensor)
-
-
-@pytest.mark.parametrize(("verify", "skipped"), [("wire", 8), ("none", 0)])
-def test_what_arrived_is_not_sent_again_if_it_was_hashed(pair, verify, skipped):
-    trainer, engine = pair
-    fail_once(engine, "finish")
-    report = go(trainer, engine, retries=1, verify=verify)
-    assert (report.bytes == 0, report.skipped, report.attempts) == (skipped > 0, skipped, 2)
-
-
-def test_a_wrong_inventory_costs_one_attempt(pair):
-    trainer, engine = pair
-    go(trainer, engine)
-    engine.sink.tensor["big"].zero_()
-    report = go(trainer, engine, retries=1, delta=True, verify="installed")
-    assert (report.attempts, report.skipped) == (2, 0)
     assert same(trainer.source.tensor, engine.sink.tensor)
 
 
@@ -144,16 +127,6 @@ def test_an_error_of_the_deadline_is_not_followed_by_an_attempt_without_time(pai
         go(trainer, engine, retries=1, deadline_s=2.0)
 
 
-def test_a_retry_brings_all_replicas_to_one_version(keep, pair):
-    trainer, first = pair
-    second = keep(Engine(blank(trainer.source.tensor)))
-    fail_once(second, "finish")
-    report = go(trainer, Replicas(first, second), retries=1)
-    assert (report.attempts, report.receivers) == (2, 2)
-    assert first.receiver.version == second.receiver.version == report.version
-    assert same(first.sink.tensor, second.sink.tensor)
-
-
 # -- what no retry helps against ------------------------------------------------------------------
 
 
@@ -165,23 +138,6 @@ def test_what_no_retry_changes_is_not_tried_again(pair, events, error):
     with pytest.raises(error):
         go(trainer, engine, retries=3, kv_scales={"k": 1.0})
     assert names(events) == ["refit_started", "refit_failed"]
-
-
-def test_weights_that_changed_meanwhile_are_sent_again(pair, events):
-    trainer, engine = pair
-    steps = [1, 2]
-
-    def changed() -> None:
-        if steps:
-            steps.pop()
-            raise LifecycleError("the weights changed")
-
-    trainer.source.on["confirm"] = changed
-    assert go(trainer, engine, retries=2).attempts == 3
-    assert same(trainer.source.tensor, engine.sink.tensor)
-    steps += [1, 2]
-    with pytest.raises(LifecycleError, match="the weights changed"):
-        go(trainer, engine, retries=1)
 
 
 def test_an_error_of_the_trainer_is_not_tried_again(pair, events):
@@ -257,17 +213,6 @@ def test_plugins_hear_of_start_and_commit_with_the_report(pair, events):
     ]
 
 
-def test_plugins_hear_of_a_retry_and_its_cause(pair, events):
-    trainer, engine = pair
-    fail_once(engine, "finish")
-    go(trainer, engine, retries=1)
-    assert names(events) == ["refit_started", "refit_retried", "refit_committed"]
-    what = events[1][1]
-    assert what["attempt"] == 1
-    assert "finish failed" in what["message"]
-    assert events[2][1]["attempts"] == 2
-
-
 def test_plugins_hear_of_a_failure_and_its_class(pair, events):
     trainer, engine = pair
     engine.sink.on["finish"] = engine.sink.tensor["big"].zero_
@@ -285,23 +230,6 @@ def test_plugins_hear_of_the_progress_of_long_refits(pair, events):
     assert [facts["sent"] for facts in progress] == list(range(report.buckets))
     assert {facts["version"] for facts in progress} == {3}
     assert {facts["bytes"] for facts in progress} == {report.bytes}
-
-
-def test_a_plugin_of_another_distribution_hears_them(install: Install, pair):
-    source = """
-from rl_core.plugins.hookspecs import hookimpl
-
-heard = []
-
-@hookimpl
-def on_event(event):
-    heard.append(event.name)
-"""
-    install("rl-listener", {"rl_core.plugins": {"listener": "listener"}}, {"listener": source})
-    go(*pair)
-    import listener
-
-    assert listener.heard == ["refit_started", "refit_committed"]
 
 
 def test_a_module_without_a_plugin_for_modules_names_what_to_install(pair, monkeypatch):

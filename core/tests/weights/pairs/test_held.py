@@ -14,7 +14,6 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from simple_pair import (
-    BUCKET,
     DictSink,
     Engine,
     InPlaceSink,
@@ -22,7 +21,6 @@ from simple_pair import (
     Trainer,
     blank,
     describe,
-    fails,
     go,
     in_order,
     make_persistent,
@@ -30,7 +28,7 @@ from simple_pair import (
     same,
 )
 
-from rl_core.errors import RefitCorrupted, WeightsTornError
+from rl_core.errors import RefitCorrupted
 from rl_core.weights.data.digests import BlockHash, DigestTable, TensorHasher
 from rl_core.weights.data.manifest import WeightManifest
 from rl_core.weights.data.parts import Partition
@@ -239,75 +237,6 @@ def test_a_sink_is_given_the_bytes_that_were_verified(keep, mode, isolation):
     go(trainer, engine, isolation=isolation, **way)
     assert same(engine.sink.tensor, expected)
     assert go(trainer, engine, delta=True, verify="installed", **way).bytes == 0
-
-
-@pytest.mark.parametrize("kind", [DictSink, InPlaceSink])
-@pytest.mark.parametrize("mode", ["packed", "direct"])
-@pytest.mark.parametrize("first", [True, False])
-def test_bytes_damaged_on_the_way_tear_an_engine_only_if_something_was_written(
-    keep, mode, kind, first
-):
-    tensors = {name: torch.full((BUCKET // 4,), 1.0) for name in "abc"}  # a bucket each
-    trainer = keep(Trainer(tensors, at_home=True))
-    engine = keep(Engine(blank(tensors), kind=kind))
-    go(trainer, engine, mode=mode)
-    before = engine.snapshot()
-    for tensor in tensors.values():
-        tensor.add_(1)
-    [lane] = trainer.sender.kept.connections["ipc"].lanes.values()
-    publish, wrong = lane.publish, []
-
-    def damage(start: int, stop: int, runs: Any) -> None:
-        wrong.append(start)
-        if len(wrong) == (1 if first else 2):
-            lane.data[start + 3] ^= 1
-        publish(start, stop, runs)
-
-    lane.publish = damage
-    for error in fails(trainer, engine, mode=mode):
-        assert isinstance(error, RefitCorrupted)
-    assert error.details["tensor"] == ("a" if first else "b")  # as the receiver says
-    assert engine.receiver.version == 1
-    untouched = first and kind is DictSink  # another is written before the bytes are verified
-    assert engine.idle().receiver.torn is not untouched
-    if not untouched:
-        with pytest.raises(WeightsTornError):
-            engine.receiver.check()
-    assert same(before, engine.snapshot()) is untouched
-    if mode == "direct":
-        lane.data[wrong[0 if first else 1] + 3] ^= 1
-    lane.publish = publish
-    go(trainer, engine, mode=mode, delta=True)
-    assert same(tensors, engine.sink.tensor)
-    engine.receiver.check()
-
-
-def test_the_tensor_that_is_wrong_is_named_among_those_that_are_verified_together(keep):
-    tensors = {f"t{i}": torch.full((20,), float(i)) for i in range(9)}
-    trainer = keep(Trainer(tensors))
-    engine = keep(Engine(blank(tensors), kind=InPlaceSink))
-    options = {"bucket_bytes": 1 << 20, "mode": "packed"}
-    go(trainer, engine, **options)
-    [lane] = trainer.sender.kept.connections["ipc"].lanes.values()
-    publish = lane.publish
-
-    def damage(start: int, stop: int, runs: Any) -> None:
-        lane.data[start + 7 * 128] ^= 1
-        publish(start, stop, runs)
-
-    lane.publish = damage
-    _, receiver = fails(trainer, engine, **options)
-    assert isinstance(receiver, RefitCorrupted)
-    assert receiver.details["tensor"] == "t7"
-
-
-def test_without_verification_nothing_is_remembered(pair):
-    trainer, engine = pair
-    go(trainer, engine)
-    assert engine.receiver.known
-    go(trainer, engine, verify="none")
-    assert not engine.receiver.known
-    assert trainer.sender.kept.committed is None
 
 
 @pytest.mark.parametrize("mode", ["packed", "direct"])

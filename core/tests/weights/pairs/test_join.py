@@ -14,7 +14,6 @@ from simple_pair import (
     blank,
     fails,
     go,
-    make_persistent,
     make_tensors,
     same,
 )
@@ -55,22 +54,6 @@ def test_what_another_hash_says_of_the_weights_is_not_compared(pair, late, monke
     assert go(trainer, first).unchanged is None
 
 
-def test_the_next_refit_is_for_all(pair, late):
-    trainer, first = pair
-    go(trainer, late, **SAME)
-    trainer.source.tensor["big"].add_(1)
-    assert go(trainer, Replicas(first, late)).version == 6
-    assert first.receiver.version == late.receiver.version == 6
-    assert same(first.sink.tensor, late.sink.tensor)
-
-
-def test_several_engines_may_come_at_once(keep, pair, late):
-    trainer, _ = pair
-    other = keep(Engine(blank(make_tensors())))
-    assert go(trainer, Replicas(late, other), **SAME).receivers == 2
-    assert same(late.sink.tensor, other.sink.tensor)
-
-
 def test_an_engine_that_has_some_of_the_tensors_joins_with_a_delta(keep, pair, late):
     trainer, _ = pair
     go(keep(Trainer(make_tensors() | {"big": make_tensors(1)["big"]})), late)
@@ -78,15 +61,6 @@ def test_an_engine_that_has_some_of_the_tensors_joins_with_a_delta(keep, pair, l
         report = go(trainer, late, delta=True, **SAME)
     assert (report.version, report.tensors) == (5, 1)
     assert same(trainer.source.tensor, late.sink.tensor)
-
-
-def test_a_direct_trainer_brings_late_engines_too(keep, pair):
-    trainer = keep(Trainer(make_persistent(), at_home=True))
-    first, late = (keep(Engine(blank(make_persistent()))) for _ in range(2))
-    go(trainer, first, version=5)
-    report = go(trainer, late, **SAME)
-    assert (report.version, report.mode) == (5, "direct")
-    assert same(first.sink.tensor, late.sink.tensor)
 
 
 # -- when it cannot be ----------------------------------------------------------------------------
@@ -107,17 +81,6 @@ def test_weights_that_went_on_are_not_given_out_under_the_old_version(pair, late
     assert same(trainer.source.tensor, late.sink.tensor)
 
 
-def test_a_late_engine_that_serves_is_left_as_it_is_if_the_refit_is_staged(pair, late):
-    trainer, _ = pair
-    before = late.snapshot()
-    trainer.source.tensor["half"].add_(1)
-    sender, _ = fails(trainer, late, isolation="staged", **SAME)
-    assert isinstance(sender, LifecycleError)
-    late.receiver.check()
-    assert same(before, late.sink.tensor)
-    assert late.receiver.version == 0
-
-
 def test_a_version_that_another_refit_followed_meanwhile_is_not_sent_again(pair, late):
     trainer, _ = pair
     before = trainer.sender.version
@@ -136,15 +99,6 @@ def test_a_version_that_was_not_hashed_cannot_be_sent_again(pair, late):
     for verify in ("none", "wire"):
         with pytest.raises(LifecycleError, match="without hashes"):
             go(trainer, late, version=6, verify=verify)
-
-
-def test_a_refit_that_failed_leaves_the_version_before_it(pair, late):
-    trainer, first = pair
-    first.sink.on["finish"] = lambda: 1 / 0
-    fails(trainer, first)
-    report = go(trainer, late, **SAME)
-    assert report.version == late.receiver.version == 5
-    assert same(trainer.source.tensor, late.sink.tensor)
 
 
 def test_an_engine_of_another_dtype_or_with_other_buckets_is_refused(pair, late):

@@ -33,8 +33,7 @@ from rl_core.errors import (
     RefitProtocolError,
     WeightsTornError,
 )
-from rl_core.futures import spawn, wait
-from rl_core.weights.protocol import handshake as _introduction
+from rl_core.futures import spawn
 from rl_core.weights.protocol.messages import PROTOCOL
 from rl_core.weights.sending import send_job as _send_job
 
@@ -103,16 +102,6 @@ def test_a_staged_refit_takes_nothing_back_that_happened_meanwhile(both, event, 
     engine.receiver.check()
 
 
-def test_weights_that_are_dropped_while_the_trainer_dies_stay_torn(both):
-    trainer, engine = both
-    go(trainer, engine)
-    trainer.source.before = lambda _: drop(engine) or 1 / 0
-    with pytest.raises(RefitError):
-        go(trainer, engine, isolation="staged", mode="packed")
-    with pytest.raises(WeightsTornError):
-        engine.idle().receiver.check()
-
-
 # -- a version is of one state of the weights ------------------------------------------------------
 
 
@@ -130,27 +119,6 @@ def test_a_version_names_one_refit_also_while_the_report_is_written(both, monkey
     gate.opened.set()
     engine.receiver.receive(deadline_s=SOON).result(SOON)
     assert (sending_.result(SOON)["version"], second.result(SOON)["version"]) == (1, 2)
-
-
-def test_a_report_that_fails_leaves_both_sides_at_one_version(both, monkeypatch):
-    trainer, engine = both
-    monkeypatch.setattr(_send_job, "RefitReport", lambda **figures: 1 / 0)
-    with pytest.raises(ZeroDivisionError):
-        go(trainer, engine)
-    assert trainer.sender.version == engine.receiver.version == 1
-    assert trainer.sender.kept.committed is not None
-
-
-def test_other_weights_of_a_committed_version_leave_an_engine_that_serves_as_it_was(both):
-    trainer, engine = both
-    go(trainer, engine)
-    before = engine.snapshot()
-    step(trainer, 1)
-    for mode in ("packed", "auto"):
-        with pytest.raises(LifecycleError, match="no longer those of version"):
-            go(trainer, engine, version=1, mode=mode)
-        engine.idle().receiver.check()
-        assert same(before, engine.sink.tensor)
 
 
 def test_what_a_transport_raises_ends_the_refit_on_both_sides(both):
@@ -176,27 +144,6 @@ def test_what_a_transport_raises_ends_the_refit_on_both_sides(both):
 # -- calls that belong together --------------------------------------------------------------------
 
 
-def test_of_two_refits_asked_for_at_once_one_sees_the_other(both, monkeypatch):
-    """Or else each side may begin with another one, and wait for the other side's in vain."""
-    trainer, _ = both
-    honest, asked = trainer.sender.start, []
-
-    def start(job: Any) -> Any:
-        asked.append(job)
-        if len(asked) == 1:
-            rival.append(spawn("rival", lambda: trainer.sender.send(deadline_s=SOON)))
-            time.sleep(0.2)  # it would go ahead now, if it could
-        return honest(job)
-
-    rival: list[Any] = []
-    monkeypatch.setattr(trainer.sender, "start", start)
-    first = trainer.sender.send(deadline_s=600)
-    second = rival[0].result(SOON)
-    assert isinstance(first.exception(SOON), RefitAborted)
-    assert second.cancel() is False
-    assert isinstance(second.exception(SOON), RefitAborted)
-
-
 def test_descriptions_asked_for_at_once_name_one_end(both, monkeypatch):
     """An end that another one replaces is closed, and no engine could reach it."""
     trainer, _ = both
@@ -211,9 +158,6 @@ def test_descriptions_asked_for_at_once_name_one_end(both, monkeypatch):
     asked = [spawn("prepare", trainer.prepare_refit_info) for _ in range(3)]
     addresses = [each.result(SOON)["addresses"]["ipc"]["endpoint"] for each in asked]
     assert len(set(addresses)) == 1
-
-
-# -- a refit that fails on one side ----------------------------------------------------------------
 
 
 def test_an_engine_does_not_wait_for_a_refit_that_the_trainer_could_not_begin(both, monkeypatch):
@@ -236,6 +180,9 @@ def test_a_trainer_does_not_wait_for_an_engine_that_could_not_be_asked(both, mon
     with pytest.raises(ZeroDivisionError):
         go(trainer, engine, deadline_s=600)
     until(lambda: not trainer.sender.jobs, "the end of the trainer's call")
+
+
+# -- a refit that fails on one side ----------------------------------------------------------------
 
 
 def test_a_trainer_that_has_no_room_for_a_refit_says_so_in_the_engines_place(both, monkeypatch):
@@ -282,44 +229,6 @@ def test_a_refit_may_be_cancelled_before_it_is_asked_for(both):
     assert go(trainer, engine).version == 1
 
 
-def test_a_refit_that_is_over_is_not_cancelled(both):
-    trainer, engine = both
-    go(trainer, engine)
-    sending, receiving = begin(trainer, engine)
-    engine.receiver.cancel(1)
-    trainer.sender.cancel(1)
-    assert [each["version"] for each in wait([sending, receiving], SOON)] == [2, 2]
-
-
-def test_a_refit_that_waits_for_the_one_before_it_is_cancelled_at_once(both):
-    trainer, engine = both
-    gate = trainer.source.before = Gate()
-    running = begin(trainer, engine, mode="packed")
-    assert gate.reached.wait(SOON)
-    waiting = begin(trainer, engine)
-    for end in (trainer.sender, engine.receiver):
-        end.cancel(2)
-    for call in waiting:
-        assert "cancelled" in str(call.exception(SOON))
-    gate.opened.set()
-    assert [each["version"] for each in wait(running, SOON)] == [1, 1]
-
-
-def test_a_refit_whose_bytes_are_on_their_way_is_not_cancelled(both):
-    trainer, engine = both
-    engine.prepare_refit_info(trainer.prepare_refit_info())
-
-    def cancel(_: str) -> None:
-        trainer.sender.cancel(1)
-        engine.receiver.cancel(1)
-        receiving.cancel()
-
-    trainer.source.before = cancel
-    receiving = engine.receiver.receive(number=1, deadline_s=SOON)
-    sending = trainer.sender.send(number=1, mode="packed", deadline_s=SOON)
-    assert [each["version"] for each in wait([sending, receiving], SOON)] == [1, 1]
-
-
 def test_a_call_whose_refit_is_over_ends_at_once(both):
     trainer, engine = both
     engine.prepare_refit_info(trainer.prepare_refit_info())
@@ -329,17 +238,6 @@ def test_a_call_whose_refit_is_over_ends_at_once(both):
     with pytest.raises(RefitAborted, match="at refit 1 and the trainer at refit 2"):
         engine.receiver.receive(number=1, deadline_s=600).result(SOON)
     assert engine.receiver.receive(number=2, deadline_s=SOON).result(SOON)["version"] == 1
-
-
-def test_a_refit_whose_bytes_are_on_their_way_is_not_given_up_for_a_newer_one(both):
-    trainer, engine = both
-    gate = trainer.source.before = Gate()
-    sending_, receiving = begin(trainer, engine, mode="packed")
-    assert gate.reached.wait(SOON)
-    trainer.sender.jobs[0].superseded = "a newer refit was requested"
-    trainer.sender.jobs[0].look()
-    gate.opened.set()
-    assert wait([sending_, receiving], SOON)[0]["version"] == 1
 
 
 # -- what is refused by name -----------------------------------------------------------------------
@@ -407,18 +305,6 @@ def test_a_directory_that_holds_no_socket_hinders_no_other_transport(
     assert info["addresses"] == {}
     with pytest.raises(RefitError, match="TMPDIR"):
         trainer.sender.send().result(SOON)
-
-
-def test_the_release_is_read_from_disk_once(both, monkeypatch):
-    trainer, _ = both
-    read: list[str] = []
-    _introduction._release.cache_clear()
-    monkeypatch.setattr(_introduction, "version", lambda name: read.append(name) or "1.0")
-    try:
-        assert [trainer.prepare_refit_info()["rl_core"] for _ in range(3)] == ["1.0"] * 3
-        assert read == ["rl-core"]
-    finally:
-        _introduction._release.cache_clear()
 
 
 # -- what is kept, and for how long ----------------------------------------------------------------

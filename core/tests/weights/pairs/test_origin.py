@@ -6,10 +6,10 @@ import warnings
 from typing import Any
 
 import pytest
-from simple_pair import SOON, Engine, Replicas, Trainer, blank, go
+from simple_pair import SOON, Trainer, go
 
 from rl_core import LoopWarning
-from rl_core.futures import spawn, wait
+from rl_core.futures import wait
 from rl_core.weights.protocol.frames import origin_of
 
 
@@ -34,17 +34,6 @@ def test_an_origin_is_what_a_token_gives_and_does_not_give_it_away():
     assert origin_of(tokens[3]) == origin_of(tokens[3])
 
 
-def test_versions_of_two_trainers_are_told_apart_by_their_origins(pair, anew):
-    trainer, engine = pair
-    assert (engine.receiver.version, engine.receiver.origin) == (0, 0)
-    first = go(trainer, engine)
-    assert engine.receiver.origin == first.origin == trainer.sender.origin
-    with pytest.warns(LoopWarning):
-        second = go(anew, engine)
-    assert second.version == first.version == engine.receiver.version
-    assert engine.receiver.origin == second.origin == anew.sender.origin != first.origin
-
-
 def test_a_loop_is_told_once_that_its_engine_had_another_trainer(pair, anew):
     trainer, engine = pair
     go(trainer, engine, version=4)  # nobody was here before
@@ -62,28 +51,6 @@ def test_a_loop_is_told_once_that_its_engine_had_another_trainer(pair, anew):
     ]
 
 
-def test_each_engine_that_had_another_trainer_is_named(keep, pair, anew):
-    trainer, engine = pair
-    late = keep(Engine(blank(trainer.source.tensor)))
-    late.receiver.name = "late"
-    go(trainer, engine)
-    [found] = taken_over(anew, Replicas(engine, late))
-    assert found["name"] == "engine"
-    assert late.receiver.origin == engine.receiver.origin == anew.sender.origin
-
-
-@pytest.mark.parametrize(
-    "options",
-    [{"verify": "none"}, {"delta": True}, {"isolation": "staged"}, {"version": 9}],
-    ids=str,
-)
-def test_whatever_a_refit_is_asked_for_its_origin_is_the_trainers(pair, anew, options):
-    trainer, engine = pair
-    go(trainer, engine)
-    assert len(taken_over(anew, engine, **options)) == 1
-    assert engine.receiver.origin == anew.sender.origin
-
-
 def test_another_transport_has_the_same_origin(pair):
     trainer, engine = pair
     origin = go(trainer, engine).origin
@@ -97,27 +64,6 @@ def test_another_transport_has_the_same_origin(pair):
     trainer.sender.release_weights()
     engine.receiver.release_weights()
     assert go(trainer, engine).origin == origin
-
-
-@pytest.mark.parametrize("isolation", ["quiesced", "staged"])
-def test_a_refit_that_fails_leaves_the_origin_with_the_version(pair, anew, isolation):
-    trainer, engine = pair
-    go(trainer, engine)
-    engine.sink.on["finish"] = lambda: 1 // 0
-    with pytest.raises(Exception, match="ZeroDivision"):
-        go(anew, engine, isolation=isolation)
-    assert (engine.receiver.version, engine.receiver.origin) == (1, trainer.sender.origin)
-    engine.sink.on.clear()
-    [before] = taken_over(anew, engine)
-    assert (before["version"], before["origin"]) == (1, trainer.sender.origin)
-
-
-def test_two_drivers_of_one_trainer_are_one_origin(pair):
-    trainer, engine = pair
-    reports = [go(trainer, engine)]
-    reports += wait(spawn("driver", lambda: go(trainer, engine)), SOON)
-    assert len({report.origin for report in reports}) == 1
-    assert reports[1].taken_over == []
 
 
 def test_a_module_has_one_origin_as_long_as_it_lives():

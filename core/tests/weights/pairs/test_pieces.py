@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from simple_pair import SOON, DictSink, Engine, Replicas, Tensors, Trainer, blank, go
+from simple_pair import SOON, DictSink, Engine, Replicas, Tensors, Trainer, go
 
 from rl_backends.tensors import tensor_specs
 from rl_core.errors import ManifestMismatchError, RefitAborted, RefitCorrupted
@@ -207,56 +207,11 @@ def test_pieces_that_change_between_refits_are_read_and_written_where_they_are(
         assert all(right(trainer, engine) for engine in parts)
 
 
-def test_engines_of_several_layouts_take_one_refit(keep):
-    trainer = keep(Trainer(make()))
-    whole = keep(Engine(blank(make())))
-    parts = [whole, *engines(keep, 2), *engines(keep, 3)]
-    go(trainer, Replicas(*parts), verify="installed")
-    assert all(right(trainer, engine) for engine in parts[1:])
-    assert all(torch.equal(t, trainer.source.tensor[n]) for n, t in whole.sink.tensor.items())
-
-
-def test_a_late_engine_of_another_layout_gets_the_same_version(keep):
-    trainer, whole, late = keep(Trainer(make())), keep(Engine(blank(make()))), engines(keep, 2)
-    go(trainer, whole, version=7)
-    report = go(trainer, Replicas(*late), version=7)
-    assert report.version == 7
-    assert all(right(trainer, engine) for engine in late)
-
-
 def test_a_piece_that_is_not_installed_is_named(keep):
     trainer, parts = keep(Trainer(make())), engines(keep, 2)
     parts[1].sink.lose = "columns"
     with pytest.raises(RefitCorrupted, match=r"not installed as they arrived \(1\): columns"):
         go(trainer, Replicas(*parts), verify="installed")
-
-
-def test_a_hole_in_the_trainers_pieces_is_named_before_anything_is_touched(keep):
-    trainer, parts = keep(Trainer(make(), at_home=True)), engines(keep, 2)
-    whole = trainer.source.tensor
-    given = [Piece.whole(name, tensor) for name, tensor in whole.items() if name != "rows"]
-    given.append(Piece("rows", ((0, 11), (0, 8)), whole["rows"][:11]))
-    trainer.source.pieces = lambda: given
-    with pytest.raises(ManifestMismatchError, match=r"no rows\[11:12,0:8\], which engine keeps"):
-        go(trainer, Replicas(*parts))
-    assert not any(engine.sink.called for engine in parts)
-
-
-def test_a_trainer_sends_tensors_that_it_has_in_pieces(keep):
-    trainer, parts = keep(Trainer(make(), at_home=True)), engines(keep, 2)
-    given = []
-    for name, tensor in trainer.source.tensor.items():
-        half = len(tensor) // 2 if tensor.dim() else 0
-        if not half:
-            given.append(Piece.whole(name, tensor))
-            continue
-        inner = tuple((0, size) for size in tensor.shape[1:])
-        given.append(Piece(name, ((0, half), *inner), tensor[:half]))
-        given.append(Piece(name, ((half, len(tensor)), *inner), tensor[half:]))
-    trainer.source.pieces = lambda: given
-    report = go(trainer, Replicas(*parts), verify="installed")
-    assert report.mode == "direct"
-    assert all(right(trainer, engine) for engine in parts)
 
 
 class TwoPieces(PieceSink):

@@ -8,7 +8,6 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-import torch
 from simple_pair import (
     DictSink,
     Engine,
@@ -53,34 +52,6 @@ def test_memory_that_the_tensors_left_is_let_go_of(monkeypatch, trainer, engine)
     trainer.sender.release_weights()
     gc.collect()
     assert [region() for region in regions] == [None]
-
-
-def test_the_next_refit_moves_them_again(trainer, engine):
-    go(trainer, engine)
-    for name, tensor in make_persistent(1).items():
-        trainer.source.tensor[name].data = tensor.clone()
-    trainer.sender.release_weights()
-    assert go(trainer, engine).mode == "direct"
-    assert same(make_persistent(1), engine.sink.tensor)
-
-
-def test_tensors_that_stayed_are_whole_and_move_to_new_memory(trainer, engine):
-    go(trainer, engine)
-    trainer.sender.release_weights()
-    gc.collect()
-    assert same(make_persistent(), trainer.source.tensor)
-    trainer.source.tensor["big"].add_(1)
-    assert go(trainer, engine).mode == "direct"
-    assert torch.equal(trainer.source.tensor["big"], engine.sink.tensor["big"])
-
-
-def test_a_trainer_that_is_closed_holds_no_tensor(trainer, engine):
-    go(trainer, engine)
-    tensors = [weakref.ref(tensor) for tensor in trainer.source.tensor.values()]
-    trainer.close()
-    trainer.source.tensor = {}
-    gc.collect()
-    assert [tensor() for tensor in tensors] == [None] * len(tensors)
 
 
 @pytest.mark.parametrize("kind", [DictSink, InPlaceSink])
@@ -140,14 +111,3 @@ def test_memory_that_cannot_be_freed_otherwise_is_given_back_before_the_commit_i
         assert same(make_persistent(seed), engine.sink.tensor)
     assert seen == [True, True]
     assert len(attached) == 2
-
-
-def test_memory_is_given_back_after_a_failure(monkeypatch, trainer, engine):
-    monkeypatch.setattr(SharedRegion, "unmap_after_each_refit", True)
-
-    def refuse() -> None:
-        raise RuntimeError("the engine gave up")
-
-    engine.sink.on["finish"] = refuse
-    fails(trainer, engine)
-    assert engine.idle().receiver.connections["ipc"].lanes == {}

@@ -14,10 +14,8 @@ from simple_pair import (
     SOON,
     DictSink,
     Engine,
-    Gate,
     InPlaceSink,
     MuteSink,
-    Replicas,
     Trainer,
     begin,
     blank,
@@ -28,7 +26,7 @@ from simple_pair import (
 )
 
 from rl_conformance import doubles
-from rl_core.errors import CapabilityError, LifecycleError, RefitError, WeightsTornError
+from rl_core.errors import CapabilityError, RefitError, WeightsTornError
 from rl_core.interfaces import Box
 from rl_core.weights.data.parts import sizes_of
 from rl_core.weights.receiving import staging
@@ -57,16 +55,6 @@ def assert_serves(engine: Engine, seed: int, version: int) -> None:
     assert engine.receiver.version == version
     assert engine.may_generate()
     assert same({n: t.contiguous() for n, t in make_tensors(seed).items()}, engine.sink.tensor)
-
-
-@pytest.mark.parametrize("verify", ["none", "wire", "installed"])
-def test_every_tensor_arrives_bit_for_bit(pair, verify):
-    trainer, engine = pair
-    report = go(trainer, engine, verify=verify, **STAGED)
-    assert report.isolation == "staged"
-    assert_serves(engine, seed=1, version=2)
-    assert engine.sink.calls[0] == "begin"
-    assert engine.sink.calls[-2:] == ["finish", "commit"]
 
 
 def test_a_second_copy_is_where_the_engines_tensors_are():
@@ -110,31 +98,6 @@ def test_a_second_copy_that_does_not_fit_leaves_no_part_of_it(pair, monkeypatch)
     assert engine.receiver.second_copy == {}
     go(trainer, engine, **STAGED)
     assert_serves(engine, seed=1, version=2)
-
-
-def test_refits_may_alternate_between_staged_and_in_place(pair):
-    trainer, engine = pair
-    for seed, isolation in enumerate(["staged", "quiesced", "staged", "staged"]):
-        trainer.source.tensor = make_tensors(seed)
-        report = go(trainer, engine, isolation=isolation, verify="installed")
-        assert_serves(engine, seed=seed, version=report.version)
-
-
-def test_the_engine_generates_with_the_old_weights_during_the_transfer(pair):
-    trainer, engine = pair
-    seen: list[bool] = []
-
-    def look(name: str) -> None:
-        if name == "flags":  # others were sent before
-            seen.append(engine.may_generate())
-            engine.receiver.check()
-            assert same(old, engine.snapshot())
-
-    old = engine.snapshot()
-    trainer.source.before = look
-    engine.sink.on["finish"] = lambda: seen.append(engine.may_generate())
-    go(trainer, engine, **STAGED)
-    assert seen == [True, False]
 
 
 def test_a_staged_refit_waits_for_generation_only_to_exchange_the_weights(pair):
@@ -199,39 +162,6 @@ def test_tensors_that_overlap_are_taken_back(keep):
     assert torch.equal(installed, weights[0])
 
 
-def test_tensors_that_are_not_installed_are_taken_back(pair):
-    trainer, engine = pair
-    damage = [lambda: engine.sink.tensor["big"].view(-1)[7].add_(1)]
-    engine.sink.on["finish"] = lambda: damage.pop()() if damage else None
-    fails(trainer, engine, verify="installed", **STAGED)
-    assert_serves(engine, seed=0, version=1)
-
-
-@pytest.mark.parametrize("reason", ["source", "confirm"])
-def test_a_trainer_that_fails_leaves_the_old_weights_serving(pair, reason):
-    trainer, engine = pair
-
-    def changed(*_: object) -> None:
-        raise LifecycleError("the weights changed")
-
-    if reason == "confirm":
-        trainer.source.on["confirm"] = changed
-    else:
-        trainer.source.before = lambda name: changed() if name == "flags" else None
-    fails(trainer, engine, **STAGED)
-    assert_serves(engine, seed=0, version=1)
-    assert engine.sink.calls == []
-
-
-def test_another_engine_that_fails_leaves_the_old_weights_serving(keep, pair):
-    trainer, engine = pair
-    bad = keep(Engine(blank(engine.sink.tensor)))
-    failing(bad, "finish")
-    with pytest.raises(RefitError, match="finish failed"):
-        go(trainer, Replicas(engine, bad), **STAGED)
-    assert_serves(engine, seed=0, version=1)
-
-
 def test_an_engine_that_cannot_take_its_old_weights_back_is_torn(pair):
     trainer, engine = pair
     engine.sink.on["finish"] = lambda: 1 / 0
@@ -243,43 +173,6 @@ def test_an_engine_that_cannot_take_its_old_weights_back_is_torn(pair):
     engine.sink.on.clear()
     go(trainer, engine, **STAGED)
     assert_serves(engine, seed=1, version=2)
-
-
-# -- engines that are torn already ----------------------------------------------------------------
-
-
-@pytest.mark.parametrize("when", ["begin", "finish", "source"])
-def test_a_torn_engine_stays_torn_until_a_staged_refit_succeeds(pair, when):
-    trainer, engine = pair
-    engine.sink.on["finish"] = lambda: 1 / 0
-    fails(trainer, engine)
-    assert engine.receiver.torn
-    engine.sink.on.clear()
-    if when == "source":
-        trainer.source.before = lambda name: 1 / 0
-    else:
-        failing(engine, when)
-    fails(trainer, engine, **STAGED)
-    with pytest.raises(WeightsTornError):
-        engine.receiver.check()
-    assert engine.receiver.version == 1
-    trainer.source.before = lambda name: None
-    go(trainer, engine, **STAGED)
-    assert_serves(engine, seed=1, version=2)
-
-
-def test_an_engine_torn_while_a_staged_refit_waited_its_turn_stays_torn(pair):
-    trainer, engine = pair
-    gate = Gate()
-    engine.sink.on["finish"] = lambda: gate() or 1 / 0
-    first = begin(trainer, engine)
-    assert gate.reached.wait(SOON)
-    trainer.source.before = lambda name: 1 / 0
-    second = begin(trainer, engine, **STAGED)
-    gate.opened.set()
-    for future in (*first, *second):
-        assert future.exception(SOON) is not None
-    assert engine.receiver.torn
 
 
 # -- refused --------------------------------------------------------------------------------------
@@ -309,35 +202,3 @@ def test_scales_do_not_travel_with_a_staged_refit(keep, pair):
     assert isinstance(receiver, CapabilityError)
     assert engine.sink.calls == []
     engine.receiver.check()
-
-
-# -- with other options ---------------------------------------------------------------------------
-
-
-def test_a_staged_delta_sends_and_exchanges_only_what_changed(pair):
-    trainer, engine = pair
-    go(trainer, engine)
-    engine.sink.calls.clear()
-    trainer.source.tensor["scalar"].add_(1)
-    report = go(trainer, engine, delta=True, verify="installed", **STAGED)
-    assert (report.tensors, report.bytes) == (1, 4)
-    assert engine.sink.calls.count("write") <= 1
-    assert engine.sink.tensor["scalar"] == trainer.source.tensor["scalar"]
-
-
-def test_a_staged_delta_from_a_wrong_inventory_fails_once(pair):
-    trainer, engine = pair
-    go(trainer, engine)
-    engine.sink.tensor["half"].zero_()
-    options = {"delta": True, "verify": "installed", **STAGED}
-    fails(trainer, engine, **options)
-    go(trainer, engine, **options)
-    assert_serves(engine, seed=1, version=engine.receiver.version)
-
-
-def test_a_staged_refit_rounds_for_an_engine_that_casts(keep):
-    trainer = keep(Trainer({"w": torch.randn(900)}))
-    engine = keep(Engine({"w": torch.zeros(900).bfloat16()}))
-    engine.sink.casts = True
-    go(trainer, engine, verify="installed", **STAGED)
-    assert torch.equal(engine.sink.tensor["w"], trainer.source.tensor["w"].bfloat16())

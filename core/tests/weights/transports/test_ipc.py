@@ -7,7 +7,6 @@ import mmap
 import os
 import socket
 import tempfile
-import threading
 import time
 from collections.abc import Iterator
 from contextlib import closing
@@ -17,10 +16,7 @@ from typing import Any
 import pytest
 import torch
 import zmq
-from killable import EngineParty
-from remote import Remote
 from simple_pair import (
-    BUCKET,
     SOON,
     DictSink,
     Engine,
@@ -41,7 +37,6 @@ from rl_core.errors import (
     RefitAborted,
     RefitError,
     RefitProtocolError,
-    WeightsTornError,
 )
 from rl_core.weights.transports import find_transport, ipc
 from rl_core.weights.transports.memory import SharedRegion
@@ -62,14 +57,6 @@ def test_every_kind_of_tensor_arrives_bit_for_bit(keep, verify, kind):
     assert engine.sink.calls[-2:] == ["finish", "commit"]
     assert ("write" in engine.sink.calls) == (kind is DictSink)
     assert report.version == engine.receiver.version == trainer.sender.version == 1
-
-
-def test_nan_and_infinity_arrive_bit_for_bit(keep):
-    bits = [0x7FC00000, 0x7FC00123, 0x7F800000, -0x80000000, 1]
-    odd = torch.tensor(bits, dtype=torch.int32).view(torch.float32)
-    trainer, engine = keep(Trainer({"w": odd})), keep(Engine({"w": torch.zeros(5)}))
-    go(trainer, engine, verify="installed")
-    assert same({"w": odd}, engine.sink.tensor)
 
 
 @pytest.mark.usefixtures("either_device")
@@ -109,40 +96,6 @@ def test_the_engine_may_own_a_tied_tensor_under_its_other_name(keep):
     assert torch.equal(mine, weight)
 
 
-def test_weights_that_require_grad_are_sent_without_a_graph(pair):
-    trainer, engine = pair
-    trainer.source.tensor["big"].requires_grad_()
-    go(trainer, engine)
-    assert torch.equal(engine.sink.tensor["big"], trainer.source.tensor["big"])
-    assert not engine.sink.tensor["big"].requires_grad
-
-
-@pytest.mark.parametrize("at_home", [False, True])
-def test_a_model_without_elements_commits(keep, at_home):
-    trainer = keep(Trainer({"e": torch.empty(0)}, at_home=at_home))
-    engine = keep(Engine({"e": torch.empty(0)}))
-    assert go(trainer, engine).bytes == 0
-    assert engine.receiver.version == 1
-
-
-def test_a_version_may_be_chosen(pair):
-    trainer, engine = pair
-    go(trainer, engine, version=41)
-    assert go(trainer, engine).version == engine.receiver.version == 42
-
-
-def test_two_processes_refit_exactly(keep):
-    trainer = keep(Trainer({}))
-    with Remote(EngineParty) as engine:
-        for seed in (1, 2):
-            trainer.source.tensor = make_tensors(seed)
-            engine.meet(trainer.prepare_refit_info())
-            sending = trainer.sender.send(bucket_bytes=BUCKET, deadline_s=SOON)
-            engine.begin()
-            assert sending.result(SOON)["version"] == engine.outcome()["version"] == seed
-            assert engine.holds(seed)
-
-
 @pytest.fixture
 def own_temporary_directory(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Tests that run beside this one leave things of their own in the common place."""
@@ -151,68 +104,7 @@ def own_temporary_directory(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         yield
 
 
-@pytest.mark.usefixtures("own_temporary_directory")
-def test_a_hundred_refits_leave_nothing_behind(keep):
-    trainer, engine = keep(Trainer(make_tensors())), keep(Engine(blank(make_tensors())))
-
-    def held() -> tuple[int, int, list[str]]:
-        gc.collect()
-        maps = Path("/proc/self/maps").read_text().count("rl-refit")
-        return len(os.listdir("/proc/self/fd")), maps, os.listdir(tempfile.gettempdir())
-
-    go(trainer, engine)
-    before = held()
-    for version in range(2, 102):
-        trainer.source.tensor["scalar"].fill_(version)
-        assert go(trainer, engine).version == version
-        assert same(trainer.source.tensor, engine.sink.tensor)
-    descriptors, mapped, files = held()
-    assert descriptors <= before[0]  # other tests' threads may close some
-    assert mapped <= before[1]
-    assert files == before[2]
-
-
 # -- several receivers ----------------------------------------------------------------------------
-
-
-@pytest.mark.usefixtures("either_device")
-def test_three_receivers_take_one_pack(keep, pair):
-    trainer, first = pair
-    others = [keep(Engine(blank(trainer.source.tensor))) for _ in range(2)]
-    asked: list[str] = []
-    trainer.source.before = asked.append
-    report = go(trainer, Replicas(first, *others))
-    assert report.receivers == 3
-    assert len(asked) == report.tensors
-    for engine in (first, *others):
-        assert same(trainer.source.tensor, engine.sink.tensor)
-        assert engine.receiver.version == 1
-
-
-@pytest.mark.usefixtures("either_device")
-def test_one_failing_receiver_keeps_all_others_from_the_new_version(keep, pair):
-    trainer, good = pair
-    bad = keep(Engine(blank(trainer.source.tensor)))
-    written = threading.Event()
-    good.sink.on["finish"] = written.set
-
-    def fail() -> None:
-        assert written.wait(timeout=20)
-        raise ZeroDivisionError
-
-    bad.sink.on["finish"] = fail
-    replicas = Replicas(good, bad)
-    with pytest.raises(RefitError, match="ZeroDivisionError"):
-        go(trainer, replicas)
-    with pytest.raises(WeightsTornError):
-        good.idle().receiver.check()
-    with trainer.sender.turn:  # a refit that is under way has a version, too
-        pass
-    assert (good.receiver.version, bad.receiver.version, trainer.sender.version) == (0, 0, 0)
-    bad.sink.on.clear()
-    go(trainer, replicas)
-    assert same(bad.sink.tensor, good.sink.tensor)
-    assert good.receiver.version == bad.receiver.version == 1
 
 
 def test_engines_of_two_dtypes_cannot_share_a_refit(keep):
@@ -226,27 +118,6 @@ def test_engines_of_two_dtypes_cannot_share_a_refit(keep):
 
 
 # -- refused before anything is touched -----------------------------------------------------------
-
-
-def test_a_manifest_mismatch_names_everything_and_touches_nothing(pair):
-    trainer, engine = pair
-    go(trainer, engine)
-    before = engine.snapshot()
-    engine.sink.calls.clear()
-    trainer.source.tensor = make_tensors(1) | {"scalar": torch.randn(2), "extra": torch.ones(1)}
-    trainer.source.tensor["half"] = trainer.source.tensor["half"].float()
-    del trainer.source.tensor["flags"]
-    with pytest.raises(ManifestMismatchError) as caught:
-        go(trainer, engine)
-    details = caught.value.details
-    assert details["missing"] == ["flags"]
-    assert details["unexpected"] == ["extra"]
-    assert details["misshaped"] == ["scalar"]
-    assert details["mistyped"] == ["half"]
-    assert same(before, engine.sink.tensor)
-    assert engine.sink.calls == []
-    engine.receiver.check()
-    assert engine.receiver.version == 1
 
 
 def test_a_trainer_that_changed_after_the_check_is_refused(pair):

@@ -163,40 +163,6 @@ def test_a_prompt_longer_than_a_pass_is_admitted_alone(monkeypatch: pytest.Monke
     assert_same(few, run(engine_of(Tiny()), batch, GREEDY))
 
 
-def test_rows_are_yielded_when_they_finish():
-    done = complete(engine_of(Tiny()), prompts((5, 6, 7), budgets=(9, 1, 4)), GREEDY)
-    assert [completion.row for completion in done] == [1, 2, 0]
-
-
-def test_a_stop_token_is_kept_and_ends_its_row_only():
-    batch, engine = prompts(), engine_of(Tiny())
-    free = run(engine, batch, GREEDY)
-    stop = free[3].token_ids[4]
-    for before, after in zip(
-        free,
-        run(engine, batch, SamplingParams(greedy=True, stop_token_ids=(stop, 10**6))),
-        strict=True,
-    ):
-        tokens = list(before.token_ids)
-        cut = tokens.index(stop) + 1 if stop in tokens else len(tokens)
-        assert list(after.token_ids) == tokens[:cut]
-        assert after.truncated == (stop not in tokens)
-
-
-def test_stop_strings_end_their_own_row_only():
-    tokenizer = make_tokenizer()
-    engine = engine_of(Tiny(), tokenizer=tokenizer)
-    free = run(engine, prompts(), GREEDY)
-    string = tokenizer.decode(list(free[2].token_ids[4:6]))
-    stops = [(string,) if row == 2 else ("never to be seen",) for row in range(len(LENGTHS))]
-    done = run(engine, prompts(stops=stops), GREEDY)
-    assert list(done[2].token_ids) == list(free[2].token_ids[: len(done[2].token_ids)])
-    assert string in tokenizer.decode(list(done[2].token_ids))
-    assert string not in tokenizer.decode(list(done[2].token_ids[:-1]))
-    assert not done[2].truncated
-    assert_same([*done[:2], *done[3:]], [*free[:2], *free[3:]])
-
-
 def test_stop_tokens_still_end_rows_that_watch_for_strings():
     engine = engine_of(Tiny(), tokenizer=make_tokenizer())
     stop = run(engine, prompts((8,)), GREEDY)[0].token_ids[2]
