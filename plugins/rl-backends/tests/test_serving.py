@@ -134,19 +134,6 @@ def test_who_waits_for_rows_leaves_the_processors_to_who_decodes_them():
     assert threading.get_ident() not in engine.rows.worked
 
 
-def test_rows_of_calls_go_in_by_turns(pool):
-    engine = Engine(room=2, stepped=True)
-    long = pool.submit(engine.generate, prompt(*range(20, 30)))
-    until(lambda: len(engine.rows.admitted) == 2)
-    short = pool.submit(engine.generate, prompt(50, 60))
-    until(lambda: len(engine._serving("generate")._arrived) == 1)
-    engine.rows.step.release(300)
-    short.result(SOON)
-    long.result(SOON)
-    # Two of the long call were there; the others take turns with those of the short one.
-    assert engine.rows.admitted[:6] in ([1, 1, 1, 2, 1, 2], [1, 1, 2, 1, 2, 1])
-
-
 def test_the_thread_ends_with_the_calls_and_keeps_nobody_alive():
     engine = Engine()
     engine.generate(prompt(5))

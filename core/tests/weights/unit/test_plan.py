@@ -135,24 +135,6 @@ def test_segments_of_buckets_that_are_under_way_together_never_overlap(planned):
             assert all(stop <= start for (_, stop), (start, _) in pairwise(spans))
 
 
-@given(MANIFESTS, BUCKET_BYTES)
-def test_a_tensor_that_fits_in_a_bucket_is_not_split(model, bucket_bytes):
-    pieces = [segment.tensor for segment in segments(plan_of(model, bucket_bytes))]
-    for index, spec in enumerate(model.owned):
-        if spec.nbytes <= bucket_bytes // ALIGN * ALIGN:
-            assert pieces.count(index) == 1
-
-
-@given(MANIFESTS, BUCKET_BYTES)
-def test_only_what_does_not_fit_any_more_begins_a_bucket(model, bucket_bytes):
-    size = bucket_bytes // ALIGN * ALIGN
-    for bucket, following in pairwise(plan_of(model, bucket_bytes).buckets):
-        used = bucket.stop - bucket.start
-        left = following.segments[0].spec.numel - following.segments[0].offset
-        needed = left * following.segments[0].spec.torch_dtype.itemsize
-        assert -(-used // ALIGN) * ALIGN + needed > size
-
-
 @given(LARGE_MANIFESTS, st.data())
 def test_a_direct_segment_is_where_the_trainer_has_its_tensor(model, data):
     skip = bytes(data.draw(st.booleans()) for _ in model.owned)
