@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+from patience import enough_for
 from simple_pair import SOON, until
 
 from rl_backends import (
@@ -298,11 +299,12 @@ async def rows_of(engine: Engine, data: BatchedDataDict[Any]) -> list[int]:
 
 
 def test_rows_that_are_done_come_to_a_slow_reader_too():
-    engine = Engine(room=1, call_deadline_s=3.0, stepped=True)
+    seconds = enough_for(lambda: Engine(room=1).generate(prompt(5, 6, 7)), least=3.0)
+    engine = Engine(room=1, call_deadline_s=seconds, stepped=True)
     engine.rows.step.release(3)
 
     async def read_slowly() -> list[int]:
-        found, passed = [], time.monotonic() + 3.5
+        found, passed = [], time.monotonic() + seconds + 0.5
         async for row, _ in engine.generate_async(prompt(5, 6, 7)):
             found.append(row)
             # The event loop is held: it sees what is done meanwhile when the deadline has passed.

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import time
 from typing import TYPE_CHECKING, Any
 
 import pytest
 from engines.calls import in_background, prompts, until
+from patience import enough_for
 
 from rl_core.errors import ConfigError, DeadlineError, PluginError, WorkerDiedError
 
@@ -80,17 +80,16 @@ def test_server_that_hangs_is_given_up_before_the_call_is(
 ) -> None:
     generation = connect(request_timeout_s=1.0, call_deadline_s=60)
     fake.fault = "hang"
-    began = time.monotonic()
     with pytest.raises(DeadlineError, match="no sign of life") as caught:
         generation.generate(prompts([5], [6]))
-    assert time.monotonic() - began < 10
     assert fake.url in str(caught.value)
     until(lambda: not fake.running)
 
 
 def test_server_that_is_busy_is_not_given_up(connect: Any, fake: FakeSglangServer) -> None:
-    fake.token_s = 2.5  # and nothing comes meanwhile, but it is well
-    generation = connect(request_timeout_s=1.0, max_new_tokens=1)
+    seconds = enough_for(lambda: connect(max_new_tokens=1).generate(prompts([5])), least=1.0)
+    fake.token_s = 2.5 * seconds  # and nothing comes meanwhile, but it is well
+    generation = connect(request_timeout_s=seconds, max_new_tokens=1)
     assert generation.generate(prompts([5]))["generation_lengths"].tolist() == [1]
 
 

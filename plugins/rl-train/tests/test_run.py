@@ -16,6 +16,7 @@ from typing import Any
 import psutil
 import pytest
 from examples.additions import make_model
+from patience import enough_for
 
 import rl_train
 from rl_core.errors import (
@@ -635,10 +636,14 @@ class Misbehaves:
         return replies.get(self.how, Turn(done=True, reward=1.0))
 
 
-def played(model: Path, output: Path, how: str, **more: Any) -> Any:
+def played(model: Path, output: Path, how: str, *, deadline_s: float = 60.0, **more: Any) -> Any:
     config = configured(model, output, steps=1, batch_size=36, **more)
     del config["rewards"]
-    environment = {"function": f"{__file__}:Misbehaves", "options": {"how": how}, "deadline_s": 0.5}
+    environment = {
+        "function": f"{__file__}:Misbehaves",
+        "options": {"how": how},
+        "deadline_s": deadline_s,
+    }
     return train(config | {"environment": environment}, rows=ROWS, eval_rows=ROWS[:2])
 
 
@@ -659,7 +664,8 @@ def test_an_environment_that_fails_is_an_error_of_the_step(
 
 @pytest.mark.filterwarnings("ignore:for every prompt, the rewards:rl_core.LoopWarning")
 def test_an_environment_that_never_ends_costs_its_episode(model: Path, tmp_path: Path) -> None:
-    metrics = played(model, tmp_path, "hangs").metrics
+    seconds = enough_for(lambda: played(model, tmp_path / "well", "well"), least=0.5, times=1.0)
+    metrics = played(model, tmp_path / "hangs", "hangs", deadline_s=seconds).metrics
     assert metrics["rewards/timed_out"] == 4  # the completions of one prompt
     assert metrics["reward"] == pytest.approx(35 / 36)
 
