@@ -183,6 +183,11 @@ def test_a_length_above_the_width_is_named_by_its_row(way):
         )
 
 
+def test_get_batch_needs_a_size_without_a_plan():
+    with pytest.raises(DataError, match="get_batch needs batch_size"):
+        make_batch([1, 2]).get_batch(0)
+
+
 def test_get_batch_past_the_last_is_an_error():
     with pytest.raises(DataError, match="the number of rows is"):
         make_batch([1, 2]).get_batch(1, 2)

@@ -130,7 +130,7 @@ def test_a_worker_that_fails_in_a_refit_fails_it_by_name(pair, trainer, moment, 
         assert "the fake engine starts" in later.value.details["log"]
 
 
-@pytest.mark.parametrize("act", ["stop", "hang"])
+@pytest.mark.parametrize("act", [pytest.param("stop", marks=pytest.mark.full), "hang"])
 def test_a_worker_that_hangs_in_a_refit_fails_it_within_the_deadline(pair, trainer, act):
     seconds = enough_for(lambda: refit(trainer, pair()), least=4.0)
     engine = pair(worker_acts={"write": act})

@@ -62,6 +62,7 @@ def reward(output: Any) -> torch.Tensor:
     return good.sum(1) / answer.sum(1).clamp(min=1)
 
 
+@pytest.mark.full
 def test_grpo_with_two_trainers_and_two_replicas(model: Path) -> None:
     with LocalCluster(2) as cluster:
         config = {"backend": "hf", "model_name": str(model)}
@@ -127,6 +128,7 @@ def test_the_asynchronous_loop_s_order_of_calls(make: Any, colocated: bool) -> N
     assert generation.weights_version == 7
 
 
+@pytest.mark.full
 @pytest.mark.ray
 def test_an_engine_generates_in_the_actor_it_is_sent_to(model: Path) -> None:
     @ray.remote(num_cpus=0)

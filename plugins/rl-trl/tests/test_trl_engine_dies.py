@@ -30,6 +30,7 @@ class Keep(TrainerCallback):
         self.moments = [each["exp_avg"].clone() for each in optimizer.state.values()]
 
 
+@pytest.mark.full
 def test_a_killed_engine_ends_the_step_and_another_one_goes_on(engine, trainer):
     keep = Keep()
     with LocalCluster(1, threads=1) as cluster:

@@ -146,6 +146,15 @@ def assert_ended(sender: SenderSession, state: str, before: Phase, effects: list
     assert effects == [Send(m.Abort(S, type(sender.error).__name__, str(sender.error)))]
 
 
+@pytest.mark.parametrize("message", FROM_RECEIVER, ids=str)
+@pytest.mark.parametrize("state", states(SENDER)[1:-1])
+def test_a_sender_takes_nothing_of_another_session(state: str, message: m.FromReceiver):
+    sender = sender_at(state)
+    before = sender.phase
+    assert_ended(sender, state, before, sender.receive("p0", elsewhere(message)))
+    assert type(sender.error) is RefitProtocolError
+
+
 @pytest.mark.parametrize("message", [HELLOS[2], *FROM_RECEIVER], ids=str)
 @pytest.mark.parametrize("state", states(SENDER)[4:])
 def test_a_stranger_is_not_heard(state: str, message: m.FromReceiver):

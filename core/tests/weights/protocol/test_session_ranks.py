@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import chain
 from typing import Any
 
 import msgspec
@@ -154,6 +155,16 @@ def test_rank_0_obeys_its_table(state: str, key: str):
             assert type(sender.error).__name__ == kind
 
 
+@pytest.mark.parametrize("key", COMES)
+@pytest.mark.parametrize("state", ORDER[:-1])
+def test_rank_0_takes_nothing_of_another_session(state: str, key: str):
+    for message in TO_RANK_0 if passed(state, COMES[key]) else []:
+        sender = ranked_at(state)
+        effects = sender.receive(key, msgspec.structs.replace(message, session="another"))
+        assert_ended(sender, state, key, effects)
+        assert type(sender.error) is RefitProtocolError
+
+
 @pytest.mark.parametrize("rank", [1, 2])
 @pytest.mark.parametrize("state", ORDER[:-1])
 def test_a_frame_of_a_rank_that_cannot_be_read_ends_the_refit(state: str, rank: int):
@@ -199,6 +210,18 @@ def assert_failed(rank: Any, before: Phase, effects: list[Any], kind: type) -> N
     assert rank.error.details["phase"] == before
     failed = Failed(rank._session, kind.__name__, str(rank.error), False)
     assert effects == ([] if before is Phase.DISCOVER else [Send(failed)])
+
+
+@pytest.mark.parametrize("state", states(RANK)[:-1])
+def test_a_rank_ends_when_rank_0_does(state: str):
+    rank = rank_at(state)
+    assert rank.receive(Abort(S, "RefitCorrupted", "damaged\nFix: look")) == []
+    assert (rank.phase, type(rank.error)) == (Phase.ABORTED, RefitAborted)
+    assert (rank.error.fix, rank.error.details["cause"]) == ("look", "RefitCorrupted")
+    assert rank.error.peer == "rank 0"
+    assert "rank 0 of 3 (process 10) ended the refit: damaged" in str(rank.error)
+    assert not any(chain.from_iterable(rank.receive(message) for message in FROM_0))
+    assert [rank.tick(), rank.answer(RANK_READY), rank.fail(ValueError())] == [[], [], []]
 
 
 # -- every way to fail in every state --------------------------------------------------------------
