@@ -114,6 +114,7 @@ FRESH = {
 }
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("kind", list(FRESH), indirect=True)
 def test_a_fresh_engine_with_the_saved_adapter_generates_the_same(
     kind, start, adapted, tiny, tmp_path
@@ -147,6 +148,7 @@ def test_a_fresh_engine_with_the_saved_adapter_generates_the_same(
         assert logprobs[i][: len(ids)] == pytest.approx(known, abs=2e-5)
 
 
+@pytest.mark.full
 def test_an_engine_that_comes_late_gets_the_adapter_of_the_others(start, adapted):
     engine, policy = start("qwen2", SERVED, **EXACT), adapted("qwen2")
     refit(policy, engine, deadline_s=60.0)
@@ -176,6 +178,7 @@ TRAINER = """
 """
 
 
+@pytest.mark.full
 def test_the_old_adapter_serves_on_after_its_trainer_is_killed(start, adapted, tiny):
     engine, policy = start("qwen2", SERVED, **EXACT), adapted("qwen2")
     refit(policy, engine, deadline_s=60.0)
@@ -224,6 +227,7 @@ def test_what_adapters_rule_out_is_refused_when_the_engine_is_built(kind, given,
         assert caught.value.details["key"] == f"{kind.section}.{key}"
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "kind", [pytest.param("vllm", marks=pytest.mark.full), "sglang"], indirect=True
 )

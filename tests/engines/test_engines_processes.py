@@ -23,7 +23,7 @@ from rl_core.errors import ConfigError, DataError, WorkerDiedError
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
 #: Within which what an engine leaves is removed.
-SOON_S = 20.0
+SOON_S = 60.0
 
 
 @pytest.mark.parametrize(

@@ -66,6 +66,7 @@ FULL = ["images and text, two workers"]
 REFUSED_PROMPTS = {"vllm": ([10**6], "vocabulary"), "sglang": ([5] * 5000, "context length")}
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("kind", "case"),
     [
@@ -115,6 +116,7 @@ def two_workers(
 of_another_trainer = pytest.mark.filterwarnings("ignore:.* had version:rl_core.errors.LoopWarning")
 
 
+@pytest.mark.full
 @of_another_trainer
 def test_refits_bring_an_engine_of_two_workers_to_the_policy(two_workers, tiny):
     engine, loaded = two_workers
@@ -124,6 +126,7 @@ def test_refits_bring_an_engine_of_two_workers_to_the_policy(two_workers, tiny):
     policy.shutdown()
 
 
+@pytest.mark.full
 def test_a_module_of_images_and_text_is_sent_whole(kind, start, tiny):
     engine = start("qwen2_5_vl", torch_dtype="float32")
     module = AutoModelForImageTextToText.from_pretrained(tiny("qwen2_5_vl"))
@@ -194,6 +197,7 @@ def local_cluster() -> Any:
 CLUSTERS: dict[str, Callable[[], Any]] = {"vllm": ray_cluster, "sglang": local_cluster}
 
 
+@pytest.mark.full
 def test_replicas_on_a_cluster_share_the_rows_and_a_refit(kind, tiny):
     config = {"model_name": str(tiny("qwen2")), "torch_dtype": "float32", "max_new_tokens": 6}
     policy = hf_policy(tiny("qwen2"))

@@ -99,6 +99,7 @@ def change(policy: Any, amount: float, seed: int = 0) -> None:
             tensor.add_(torch.randn(tensor.shape, generator=generator), alpha=amount)
 
 
+@pytest.mark.full
 def test_rows_end_as_those_of_transformers(pair: Any) -> None:
     ours, theirs = pair(max_new_tokens=24)
     plain = ours.generate(prompts(*ROWS), greedy=True)
@@ -116,6 +117,7 @@ def test_rows_end_as_those_of_transformers(pair: Any) -> None:
     assert_agree(one, theirs.generate(prompts(*ROWS), greedy=True))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
 def test_sampled_logprobs_are_those_of_the_policy(pair: Any, temperature: float) -> None:
     ours, theirs = pair(max_new_tokens=24, temperature=temperature)
@@ -208,6 +210,7 @@ def killed_trainer(kind: str, url: str, model: str) -> None:
         refit(policy, engine, mode="packed", deadline_s=DEADLINE_S, bucket_bytes=1 << 15)
 
 
+@pytest.mark.full
 def test_a_killed_trainer_leaves_a_server_that_refuses_until_the_next_refit(
     pair: Any, server: RealServer
 ) -> None:
@@ -236,6 +239,7 @@ def test_a_killed_trainer_leaves_a_server_that_refuses_until_the_next_refit(
     policy.shutdown()
 
 
+@pytest.mark.full
 def test_the_suite_runs_against_the_server(server: RealServer) -> None:
     command = [str(Path(sys.executable).with_name("rl")), "conformance", "run"]
     command += [f"{server.kind.name}-server", "--url", server.url, "--model", str(server.model)]
@@ -248,6 +252,7 @@ def test_the_suite_runs_against_the_server(server: RealServer) -> None:
     assert "torn_weights_are_never_served" in done.stdout
 
 
+@pytest.mark.full
 def test_long_rows_across_a_refit_and_a_kill(kind: Kind, tmp_path: Path) -> None:
     model = make_tiny_model(tmp_path / "qwen2", "qwen2", num_layers=1, max_position_embeddings=2048)
     server = RealServer(kind, model, tmp_path / "log").start()

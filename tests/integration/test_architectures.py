@@ -17,6 +17,7 @@ from architectures.outcome import Run, Status, Trial
 from architectures.report import to_json
 from architectures.trial import try_architectures
 from click.testing import Result
+from patience import enough_for
 from try_architectures import main
 from typer.testing import CliRunner
 
@@ -155,11 +156,10 @@ def test_what_the_trainer_cannot_load_is_no_fault_of_the_engine() -> None:
 
 
 def test_what_hangs_has_a_deadline_and_is_ended() -> None:
-    started = time.perf_counter()
-    trial = tried(Hangs, deadline_s=5.0)
+    seconds = round(enough_for(lambda: tried(Refuses), least=5.0))
+    trial = tried(Hangs, deadline_s=seconds)
     assert trial.status is Status.NOT_STARTED
-    assert "timed out after 5 s" in trial.reason
-    assert time.perf_counter() - started < 60
+    assert f"timed out after {seconds} s" in trial.reason
     assert not psutil.pid_exists(Hangs.child.pid) or Hangs.child.poll() is not None
 
 

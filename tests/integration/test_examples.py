@@ -26,7 +26,10 @@ def run_example(module: str, tmp_path: Path, *options: str) -> tuple[Any, list[s
     return json.loads(figures.read_text()), done.stdout.splitlines()
 
 
-@pytest.mark.parametrize("where", [[], ["--ray"]], ids=["here", "ray"])
+@pytest.mark.parametrize(
+    "where",
+    [pytest.param([], id="here"), pytest.param(["--ray"], id="ray", marks=pytest.mark.full)],
+)
 def test_grpo_trains_refits_and_agrees_at_every_step(tmp_path: Path, where: list[str]) -> None:
     figures, lines = run_example("examples.grpo", tmp_path, "--steps=4", "--samples=4", *where)
     steps = figures["steps"]
@@ -40,11 +43,13 @@ def test_grpo_trains_refits_and_agrees_at_every_step(tmp_path: Path, where: list
     assert shown[-1].startswith("mean reward ")
 
 
+@pytest.mark.full
 def test_dpo_widens_the_margin_of_the_preferred_answers(tmp_path: Path) -> None:
     figures, _ = run_example("examples.dpo", tmp_path, "--steps=20", "--pairs=16")
     assert figures["steps"][-1]["rewards_margin"] > 0.05 > figures["steps"][0]["rewards_margin"]
 
 
+@pytest.mark.full
 def test_a_loop_of_ones_own_learns(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-m", "examples.own_trainer", "--steps", "12"],

@@ -13,14 +13,16 @@ import rl_core
 from rl_conformance.models import make_tiny_model
 
 ROOT = Path(__file__).parents[2]
-GUIDE = ["choosing-a-refit", "data-and-reward", "engines-and-placement", "lora", "resume"]
+GUIDE = ["choosing-a-refit", "data-and-reward", "lora", "resume"]
+#: Its engines are on clusters, also of Ray.
+LONG = "docs/guide/engines-and-placement.md"
 PAGES = ["README.md", "docs/errors.md", "docs/reference/configuration.md"]
 PAGES += [f"docs/guide/{page}.md" for page in GUIDE]
 
 
 # A random model may give all completions of a prompt one reward, which is warned of.
 @pytest.mark.filterwarnings("ignore:for every prompt, the rewards:rl_core.LoopWarning")
-@pytest.mark.parametrize("page", PAGES)
+@pytest.mark.parametrize("page", [*PAGES, pytest.param(LONG, marks=pytest.mark.full)])
 def test_the_examples_of_a_page_run(page: str, tmp_path: Path) -> None:
     path = str(make_tiny_model(tmp_path / "model", "qwen2", seed=0))
     names: dict[str, Any] = {**vars(rl_core), "path": path, "folder": str(tmp_path)}

@@ -85,6 +85,7 @@ def of_each_kind(model: str) -> Any:
 engine, engine_of_experts = of_each_kind("model"), of_each_kind("experts")
 
 
+@pytest.mark.full
 @pytest.mark.filterwarnings("ignore:.* had version:rl_core.LoopWarning")  # the engine is shared
 @pytest.mark.parametrize("ranks", ["one", "tp2", "pp2"])
 @needs_engines
@@ -94,6 +95,7 @@ def test_every_refit_brings_every_engine_to_the_ranks(engine: Any, model: Path, 
         refit_every_way(policy, engine)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("ranks", ["one", "ep2"])
 def test_experts_reach_an_engine_of_their_names(experts: Path, ranks: str) -> None:
     engine = start("hf", experts)
@@ -102,6 +104,7 @@ def test_experts_reach_an_engine_of_their_names(experts: Path, ranks: str) -> No
     engine.shutdown()
 
 
+@pytest.mark.full
 @pytest.mark.filterwarnings("ignore:.* had version:rl_core.LoopWarning")  # the engine is shared
 @pytest.mark.parametrize(
     ("backend", "ranks"), [("hf", "one"), ("megatron", "one"), ("megatron", "ep2")]
@@ -118,6 +121,7 @@ def test_experts_reach_every_engine_stacked(
     assert output["output_ids"].equal(wanted["output_ids"])
 
 
+@pytest.mark.full
 @pytest.mark.filterwarnings("ignore:.* had version:rl_core.LoopWarning")  # the engine is shared
 @needs_engines
 def test_experts_that_are_separate_reach_no_engine(engine_of_experts: Any, experts: Path) -> None:
@@ -135,6 +139,7 @@ def test_experts_that_are_separate_reach_no_engine(engine_of_experts: Any, exper
     assert (after["logprobs"] - before["logprobs"]).abs().max() < 1e-4
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", ["hf", *SHARDS])
 @needs_engines
 def test_experts_are_copied_once_on_the_way(
@@ -156,6 +161,7 @@ def test_experts_are_copied_once_on_the_way(
     assert peak.resident() < 1.4 * layer + 2 * bucket
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", ["hf", *SHARDS])
 @pytest.mark.parametrize("ranks", ["one", "tp2", "pp2", "dp2"])
 @needs_engines

@@ -21,6 +21,7 @@ RayVirtualCluster: Any = pytest.importorskip("rl_ray").RayVirtualCluster
 pytestmark = pytest.mark.ray
 
 
+@pytest.mark.full
 def test_two_ranks_on_ray_do_what_one_process_does_until_one_dies(
     model: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:

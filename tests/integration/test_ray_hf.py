@@ -23,7 +23,7 @@ from rl_core.weights import refit
 from rl_losses import NLLLossFn
 from rl_ray import RayVirtualCluster
 
-pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("one_thread")]
+pytestmark = [pytest.mark.full, pytest.mark.ray, pytest.mark.usefixtures("one_thread")]
 
 LENGTHS = [3, 9, 1, 14, 6, 6, 2, 11]
 

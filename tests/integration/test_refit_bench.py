@@ -25,6 +25,7 @@ def test_a_device_that_cannot_be_used_is_refused(device):
     assert "cuda:N" in str(caught.value.fix)
 
 
+@pytest.mark.full
 def test_a_small_run_measures_every_way_next_to_its_bound(capsys):
     refit_copies.main(["--gb", "0.001", "--tensors", "3", "--repeats", "1", "--json"])
     found = json.loads(capsys.readouterr().out)

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rl_core.batch import BatchedDataDict, SlicedDataDict
-from rl_core.errors import DataError, LifecycleError, MissingKeyError
+from rl_core.errors import DataError, LifecycleError
 from rl_core.interfaces import GenerationDatumSpec
 
 
@@ -70,12 +70,6 @@ def test_a_value_without_rows_is_named(value):
         _ = BatchedDataDict({"bad": value}).size
 
 
-@pytest.mark.parametrize(("start", "end"), [(0, 7), (-1, 3), (4, 3), (7, 7)])
-def test_a_slice_outside_the_batch_is_an_error(start, end):
-    with pytest.raises(DataError, match="the number of rows is 6"):
-        make_batch().slice(start, end)
-
-
 def test_select_takes_a_tensor_or_a_mask():
     batch = make_batch()
     by_mask = batch.select_indices(batch["input_lengths"] > 2)
@@ -107,20 +101,6 @@ def test_select_undoes_reorder(order):
     assert_same(batch.select_indices(order), make_batch())
 
 
-@pytest.mark.parametrize("order", [[0, 1], [0, 0, 1, 2, 3, 4], [0, 1, 2, 3, 4, 6]])
-def test_reorder_refuses_what_is_no_permutation_and_changes_nothing(order):
-    batch = make_batch()
-    with pytest.raises(DataError):
-        batch.reorder_data(order)
-    assert_same(batch, make_batch())
-
-
-@pytest.mark.parametrize(("rank", "chunks"), [(0, 4), (3, 3), (-1, 3)])
-def test_a_chunk_that_does_not_exist_is_an_error(rank, chunks):
-    with pytest.raises(DataError):
-        make_batch().chunk(rank, chunks)
-
-
 def test_repeat_refuses_a_negative_number():
     with pytest.raises(DataError, match="num_repeats is -1"):
         make_batch().repeat_interleave(-1)
@@ -130,28 +110,6 @@ def test_repeat_refuses_a_negative_number():
 def test_truncate_refuses_rows_and_negative_lengths(dim, length):
     with pytest.raises(DataError, match="cannot truncate"):
         make_batch().truncate_tensors(dim, length)
-
-
-def test_rows_are_taken_whole():
-    assert (batch := make_batch()).get_dict() is batch.data
-    assert batch.chunk(1, 3)["names"] == ["row 2", "row 3"]
-    assert batch.repeat_interleave(2)["names"][:3] == ["row 0", "row 0", "row 1"]
-    assert len([*batch.make_microbatch_iterator(3)]) == batch.get_microbatch_iterator_len(3) == 2
-    assert len(pickle.dumps(batch.slice(3, 4))) < len(pickle.dumps(batch))
-
-
-def test_to_moves_tensors_in_place_and_leaves_lists():
-    batch = make_batch()
-    assert batch.to("meta") is batch
-    assert batch["input_ids"].device.type == "meta"
-    assert batch["names"][0] == "row 0"
-
-
-def test_a_missing_key_is_named_with_its_batch():
-    with pytest.raises(KeyError, match="batch 1 has no key 'b'") as caught:
-        BatchedDataDict.from_batches([{"a": [1], "b": [2]}, {"a": [1]}])
-    assert isinstance(caught.value, MissingKeyError)
-    assert caught.value.details == {"key": "b", "batch": 1}
 
 
 def test_a_batch_without_rows_may_lack_keys_and_does_not_decide_dtypes():

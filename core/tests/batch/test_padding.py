@@ -6,31 +6,11 @@ import math
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
-from rl_core.batch import BatchedDataDict, verify_right_padding
+from rl_core.batch import verify_right_padding
 from rl_core.errors import ConfigError
 
 IDS = torch.tensor([[5, 0, 6, 0], [7, 0, 0, 0], [8, 8, 8, 8]])
-
-
-@pytest.mark.parametrize(
-    "data",
-    [
-        {"input_ids": IDS, "input_lengths": torch.tensor([3, 1, 4])},
-        {"output_ids": IDS, "unpadded_sequence_lengths": torch.tensor([4, 2, 4])},
-    ],
-)
-def test_right_padded_rows_pass(data):
-    assert verify_right_padding(BatchedDataDict(data)) == (True, None)
-
-
-def test_the_first_bad_row_is_named_with_its_positions():
-    data = {"input_ids": IDS, "input_lengths": torch.tensor([3, 1, 1])}
-    with pytest.raises(ValueError, match=r"row 2: .*length 1, at positions 1, 2, 3") as caught:
-        verify_right_padding(data)
-    assert caught.value.details["row"] == 2
 
 
 def test_a_problem_is_returned_when_asked_for():
@@ -58,13 +38,6 @@ def test_a_pad_value_that_is_no_token_is_the_callers_mistake(pad_value):
     assert caught.value.details["key"] == "pad_value"
 
 
-def test_another_pad_value_is_honoured():
-    data = {"input_ids": IDS, "input_lengths": torch.tensor([4, 4, 4])}
-    assert verify_right_padding(data, pad_value=9) == (True, None)
-    data["input_lengths"][1] = 1
-    assert verify_right_padding(data, pad_value=9, raise_error=False)[0] is False
-
-
 @pytest.mark.parametrize(
     ("data", "message"),
     [
@@ -88,20 +61,6 @@ def test_malformed_data_is_reported(data, message):
     ok, found = verify_right_padding(data, raise_error=False)
     assert not ok
     assert message in found
-
-
-@given(
-    lengths=st.lists(st.integers(0, 6), min_size=1, max_size=5),
-    spoiled=st.tuples(st.integers(0, 4), st.integers(0, 5)),
-)
-def test_a_token_past_the_length_is_found_wherever_it_stands(lengths, spoiled):
-    row, position = spoiled[0] % len(lengths), spoiled[1]
-    ids = torch.zeros(len(lengths), 6, dtype=torch.int64)
-    ids[row, position] = 1
-    ok, _ = verify_right_padding(
-        {"input_ids": ids, "input_lengths": torch.tensor(lengths)}, raise_error=False
-    )
-    assert ok == (position < lengths[row])
 
 
 def test_what_is_no_batch_is_refused():

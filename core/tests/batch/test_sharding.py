@@ -35,17 +35,6 @@ def in_whole_groups(rows: list[int], group: int) -> bool:
     return rows == [first + step for first in rows[::group] for step in range(group)]
 
 
-def test_more_shards_than_rows_leaves_empty_shards_with_all_keys():
-    shards = make_batch([1]).shard_by_batch_size(2, allow_uneven_shards=True)
-    assert shards[1].size == 0
-    assert shards[1]["input_ids"].shape == (0, WIDTH)
-
-
-def test_groups_are_not_torn_between_shards():
-    shards = make_batch([1] * 6).shard_by_batch_size(2, allow_uneven_shards=True, group_size=2)
-    assert rows_of(shards) == [[0, 1, 2, 3], [4, 5]]
-
-
 @pytest.mark.parametrize("way", ["dynamic", *sorted(ALGORITHMS)])
 @given(
     data=st.data(),
@@ -101,14 +90,6 @@ def test_planned_shards_keep_groups_bounds_and_global_batches(
     restored.reorder_data(order)
     assert restored["row"] == batch["row"]
     assert torch.equal(restored["input_ids"], batch["input_ids"])
-
-
-def test_microbatches_in_step_have_one_width_in_all_shards():
-    shards, _ = make_batch([1, 9, 2, 8]).shard_by_batch_size(
-        2, dynamic_batching_args={"max_tokens_per_microbatch": 9}
-    )
-    assert [shard.micro_batch_lengths for shard in shards] == [[[2, 9]], [[2, 9]]]
-    assert rows_of(shards) == [[0, 3], [2, 1]]
 
 
 def test_uneven_rows_can_be_packed():

@@ -40,7 +40,7 @@ from rl_core.weights.protocol.session import Phase
 #: The deadline of refits that are to fail earlier, for another reason.
 LATER = 60.0
 #: How long threads and sockets that are let go may take to be gone.
-SETTLE_S = 15.0
+SETTLE_S = 60.0
 #: The last tensors of ``make_tensors``: others were sent before.
 FIRST, LATE = "big", "flags"
 

@@ -27,7 +27,7 @@ Tensors = dict[str, torch.Tensor]
 #: Small, so that the tensors of :func:`make_tensors` take many buckets.
 BUCKET = 1024
 #: Seconds within which everything must have happened.
-SOON = 20.0
+SOON = 60.0
 
 
 def until(condition: Callable[[], object], what: str = "it") -> None:

@@ -89,7 +89,7 @@ class MeshRank:
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.1)
 
     def refit(self, **options: Any) -> dict[str, Any]:
-        return refit(self.model, self.engine, **{"deadline_s": 30.0} | options).as_dict()
+        return refit(self.model, self.engine, **{"deadline_s": 120.0} | options).as_dict()
 
     def fail(self) -> None:
         """Fails to refit a module, before it comes to the other ranks."""

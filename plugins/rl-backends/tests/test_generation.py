@@ -21,7 +21,7 @@ from rl_core.errors import (
     PluginError,
 )
 
-SOON = 20.0
+SOON = 60.0
 
 
 @pytest.fixture

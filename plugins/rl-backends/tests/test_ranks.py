@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from patience import enough_for
 from torch import distributed as dist
 
 from rl_backends.policy import ranks
@@ -20,8 +21,6 @@ from rl_core.futures import spawn
 from rl_core.interfaces import WorkerContext
 from rl_core.ports import free_port
 
-#: Seconds for a peer, in these tests.
-PATIENCE_S = 2.0
 #: What the other rank does: it joins, and then leaves the first one alone.
 PEER = """
 import os, signal, sys, torch
@@ -29,6 +28,7 @@ from datetime import timedelta
 from torch import distributed as dist
 from rl_backends.policy.ranks import RankGroup
 from rl_core.interfaces import WorkerContext
+print("ready to join", flush=True)
 port, what = int(sys.argv[1]), sys.argv[2]
 group = RankGroup(WorkerContext(1, 2, 1, "127.0.0.1", port), timeout_s=60)
 store = dist.TCPStore("127.0.0.1", int(sys.argv[3]), 2, False)
@@ -48,11 +48,13 @@ def joined() -> Iterator[Callable[[str], tuple[RankGroup, Any]]]:
     def join(what: str) -> tuple[RankGroup, Any]:
         port, other = free_port(), free_port()
         command = [sys.executable, "-c", PEER, str(port), what, str(other)]
-        peers.append(subprocess.Popen(command, stdin=subprocess.PIPE))
-        patience = timedelta(seconds=PATIENCE_S)
-        group = RankGroup(WorkerContext(0, 2, 0, "127.0.0.1", port), timeout_s=PATIENCE_S)
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+        peer = subprocess.Popen(command, **pipes)
+        peers.append(peer)
+        patience = enough_for(peer.stdout.readline, least=2.0, times=1.0)
+        group = RankGroup(WorkerContext(0, 2, 0, "127.0.0.1", port), timeout_s=patience)
         store = dist.TCPStore("127.0.0.1", other, 2, True)
-        own = dist.ProcessGroupGloo(store, 0, 2, patience)
+        own = dist.ProcessGroupGloo(store, 0, 2, timedelta(seconds=patience))
         assert group.gather("ready") == ["ready", "ready"]
         return group, own
 

@@ -203,6 +203,18 @@ def test_an_engine_keeps_the_same_in_any_order_of_answers(trainer: Ranks, engine
     assert len(engine.receiver.connections.buckets) == 1
 
 
+def test_a_delta_sends_the_parts_that_changed(trainer: Ranks, engine: Engine) -> None:
+    go(trainer, engine)
+    for rank in trainer.ranks:
+        rank.tensors["half"][-1] += 1
+    report = go(trainer, engine, delta=True)
+    assert report.tensors == 1
+    whole = trainer.ranks[0].tensors["half"]
+    assert 0 < report.bytes < whole.nbytes  # the rows of the last rank
+    assert same(engine.sink.tensor, trainer.ranks[0].tensors)
+    assert go(trainer, engine, delta=True).bytes == 0
+
+
 def test_a_source_whose_refit_never_began_ends_no_other(trainer: Ranks, engine: Engine) -> None:
     packing, go_on = threading.Event(), threading.Event()
 

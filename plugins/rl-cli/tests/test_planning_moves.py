@@ -100,35 +100,6 @@ def test_each_wanted_element_comes_once_from_the_nearest_that_has_it(
     )
 
 
-@settings(deadline=None)
-@given(
-    st.lists(st.integers(0, 9), min_size=2, max_size=5),
-    st.integers(1, 5),
-    st.lists(st.tuples(st.integers(1, 9), st.integers(1, 4)), min_size=1, max_size=3),
-)
-def test_of_equally_near_sources_the_least_loaded_gives(
-    before: list[int], sinks: int, stacks: list[tuple[int, int]]
-) -> None:
-    """The loads are those that a choice for one tensor after another would give."""
-    ranks, wants = tuple(range(len(before))), tuple(range(sinks))
-    trainer = [
-        one(f"own{n}", ((0, size),), n, shape=(size,)) for n, size in enumerate(before) if size
-    ]
-    trainer += [
-        one(f"{n}.{{}}", ((0, layers), (0, size)), *ranks, shape=(size,))
-        for n, (layers, size) in enumerate(stacks)
-    ]
-    engine = [each._replace(shards=[Shard(each.shards[0].box, wants)]) for each in trainer]
-    load = Counter(dict.fromkeys(ranks, 0))
-    for move in moves_of(trainer, engine, Devices(ranks, range(100, 100 + sinks), 8)):
-        load[move.source] += move.nbytes * len(move.sinks)
-    expected = [size * sinks for size in before]
-    for layers, size in stacks:
-        for _ in range(sinks * layers):
-            expected[min(ranks, key=lambda rank: (expected[rank], rank))] += size
-    assert [load[rank] for rank in ranks] == [2 * size for size in expected]
-
-
 def test_where_there_is_less_choice_is_chosen_first() -> None:
     box = ((0, 4), (0, 2))
     trainer = [one("any", box, 0, 1, 2), one("some", box, 0, 1), one("one", box, 0)]
@@ -147,16 +118,6 @@ def one(name: str, box: Box, *ranks: int, shape: tuple[int, ...] = (4, 2)) -> St
 
 #: Trainer ranks 0 and 1 share host 0 with engine ranks 0 and 1, of which rank 0 is on GPU 1.
 DEVICES = Devices([0, 1, 4], [1, 2, 5, 8], 4)
-
-
-def test_one_device_then_one_host_then_the_rest() -> None:
-    tensor = one("w", ((0, 4), (0, 2)), 0, 1, 2)
-    moves = [*moves_of([tensor], [one("w", ((0, 4), (0, 2)), 0, 1, 2, 3)], DEVICES)]
-    found = {sink: move.source for move in moves for sink in move.sinks}
-    assert found[0] == 1
-    assert found[1] == 0
-    assert found[2] == 2
-    assert found[3] in {0, 1, 2}
 
 
 @pytest.mark.parametrize(

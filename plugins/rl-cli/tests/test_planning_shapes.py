@@ -173,6 +173,7 @@ def test_a_refit_between_any_shapes_gives_each_rank_what_it_keeps_once(
     assert found.facts()["received_over_kept"] == 1
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_one_trillion_parameters_on_1024_and_256_ranks_are_a_small_plan() -> None:
     model = model_of(KIMI)

@@ -16,6 +16,7 @@ from rl_core.errors import ConfigError
 from rl_vllm.environment import engine_environment
 
 pytestmark = [
+    pytest.mark.full,
     pytest.mark.skipif(
         importlib.util.find_spec("vllm") is None, reason="vLLM is not installed here"
     ),

@@ -225,7 +225,7 @@ def pids(backend: Any) -> list[int]:
 def stop(process: int) -> None:
     """Stops all of its threads: one that runs on may answer still."""
     os.kill(process, signal.SIGSTOP)
-    end = time.monotonic() + 30
+    end = time.monotonic() + 60
     threads = Path(f"/proc/{process}/task")
     while any(
         (one / "stat").read_text().rpartition(")")[2].split()[0] != "T" for one in threads.iterdir()
@@ -235,7 +235,7 @@ def stop(process: int) -> None:
 
 
 def wait_until_gone(processes: list[int]) -> None:
-    end = time.monotonic() + 30
+    end = time.monotonic() + 60
     while any(map(_alive, processes)):
         assert time.monotonic() < end, "processes are left behind"
         time.sleep(0.05)

@@ -19,7 +19,7 @@ from fake_backend import FakeGeneration, environment, until
 from rl_hosting._fork_client import ForkServer
 
 #: Seconds for what is killed to be gone.
-GONE_S = 15.0
+GONE_S = 60.0
 PRELOAD = ["fake_backend"]
 MARK = "RL_HOSTING_TEST"
 

@@ -18,7 +18,7 @@ from rl_core.batch import BatchedDataDict
 from rl_hosting.generation import HostedGeneration
 from rl_hosting.worker_refits import WorkerRefits
 
-SOON = 40.0
+SOON = 60.0
 HERE = str(Path(__file__).parent)
 SIZES = {"a": 512, "b": 64, "c": 512}
 

@@ -122,18 +122,6 @@ def test_replicas_that_go_on_to_differ_do_not_serve(monkeypatch):
         backend(Replicas([7, 8])).generate(prompts(2, 3))
 
 
-def test_replicas_of_one_version_of_two_trainers_do_not_serve(monkeypatch):
-    monkeypatch.setattr("rl_hosting.cluster.generation._SETTLE_S", 0.1)
-    replicas = Replicas([7, 7])
-    both = {"weights_version": [7, 7], "weights_origin": [5, 6]}
-    made = backend(replicas)
-    monkeypatch.setattr(replicas, "attributes", both.__getitem__)
-    with pytest.raises(WeightsTornError, match="7 of origin 5, 7 of origin 6"):
-        _ = made.weights_version
-    with pytest.raises(WeightsTornError, match="7 of origin 5, 7 of origin 6"):
-        _ = made.weights_origin
-
-
 def test_a_single_row_goes_to_the_replica_with_the_least_to_do():
     replicas = Replicas([1, 1, 1])
     generation = backend(replicas)

@@ -16,7 +16,7 @@ from rl_core.errors import DataError, RefitPeerError, RLError, WorkerError
 from rl_core.futures import spawn
 from rl_hosting.cluster.launcher import wait_for_all
 from rl_hosting.cluster.remote_error import worker_error
-from rl_hosting.cluster.sharding import collect, deal, padded_shards, training_shards
+from rl_hosting.cluster.sharding import deal, training_shards
 
 LENGTHS = st.lists(st.integers(1, 50), max_size=40)
 PARTS = st.integers(1, 5)
@@ -84,38 +84,12 @@ def test_every_item_is_dealt_once_and_in_order(lengths: list[int], parts: int) -
     assert max(map(len, real)) - min(map(len, real)) <= 1
 
 
-@given(st.lists(st.integers(1, 50), min_size=1, max_size=40), PARTS)
-def test_the_parts_differ_by_at_most_the_longest_item(lengths: list[int], parts: int) -> None:
-    table = deal(torch.tensor(lengths), parts)
-    sums = torch.tensor([*lengths, 0])[table].sum(1)
-    assert int(sums.max() - sums.min()) <= max(lengths)
-
-
 def rows(lengths: list[int]) -> BatchedDataDict[Any]:
     count = torch.tensor(lengths, dtype=torch.int64)
     ids = (torch.arange(1, len(lengths) + 1)[:, None]).expand(-1, 50).clone()
     return BatchedDataDict(
         {"input_ids": ids, "input_lengths": count, "sample_mask": torch.ones(len(lengths))}
     )
-
-
-@given(LENGTHS, PARTS)
-def test_padded_shards_are_equally_long_and_collected_in_order(
-    lengths: list[int], parts: int
-) -> None:
-    data = rows(lengths)
-    shards, indices = padded_shards(data, parts)
-    assert len({shard.size for shard in shards}) == 1
-    back = collect(shards, indices, data.size)
-    assert back["input_ids"].equal(data["input_ids"])
-
-
-def test_what_a_generation_returned_can_be_dealt() -> None:
-    generated = BatchedDataDict(
-        {"output_ids": torch.eye(3), "unpadded_sequence_lengths": torch.tensor([3, 1, 2])}
-    )
-    shards, indices = padded_shards(generated, 2)
-    assert collect(shards, indices, 3)["output_ids"].equal(torch.eye(3))
 
 
 @given(st.integers(1, 4), st.integers(1, 5), st.sampled_from([1, 2, 3]), PARTS, st.data())
@@ -142,15 +116,6 @@ def test_each_step_has_its_own_rows_in_whole_groups(
 def test_a_global_batch_that_splits_groups_is_refused() -> None:
     with pytest.raises(DataError, match="group size 2"):
         training_shards(rows([1] * 6), 2, 3, 2)
-
-
-def test_an_empty_batch_is_dealt_and_collected() -> None:
-    batch = BatchedDataDict(
-        {"input_ids": torch.empty(0, 3, dtype=torch.int64), "input_lengths": torch.empty(0).long()}
-    )
-    shards, indices = padded_shards(batch, 2)
-    assert [shard.size for shard in shards] == [0, 0]
-    assert collect(shards, indices, 0)["input_ids"].shape == (0, 3)
 
 
 def test_a_global_batch_of_no_rows_is_refused() -> None:

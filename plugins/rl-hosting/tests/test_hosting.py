@@ -19,6 +19,7 @@ import pytest
 import torch
 from fake_backend import HERE, SOON, prompts, until
 from fake_engine import ENDLESS, EXITS, FAILS, RAISES
+from patience import enough_for
 
 from rl_core.batch import BatchedDataDict
 from rl_core.errors import (
@@ -88,7 +89,8 @@ def test_rows_that_nobody_reads_are_taken_back(start):
 
 
 def test_a_call_that_is_late_says_so_with_the_log_and_the_engine_goes_on(start):
-    engine = start(call_deadline_s=3.0, fake={"pause": 0.01})
+    seconds = enough_for(lambda: start().generate(prompts(5)), least=3.0)
+    engine = start(call_deadline_s=seconds, fake={"pause": 0.01})
     with pytest.raises(DeadlineError, match="rows in the engine: 1") as caught:
         engine.generate(prompts(ENDLESS))
     assert "the fake engine starts" in caught.value.details["log"]
@@ -96,7 +98,8 @@ def test_a_call_that_is_late_says_so_with_the_log_and_the_engine_goes_on(start):
 
 
 def test_a_hung_engine_is_found_out_by_calls_that_are_shorter_than_its_patience(start):
-    engine = start(call_deadline_s=0.3, silence_s=1.5, fake={"acts": {"step": "hang"}})
+    engine = start(call_deadline_s=0.3, fake={"acts": {"step": "hang"}})
+    engine.silence_s = 1.5  # once it is awake
 
     def gives_up() -> bool:
         with pytest.raises((DeadlineError, WorkerDiedError)) as caught:
@@ -149,7 +152,7 @@ def test_a_refusal_to_start_is_an_error_of_its_class(start):
     ],
 )
 def test_a_start_that_fails_is_told_by_name_and_in_time(start, act, error):
-    late = {"start_timeout_s": 3.0} if error is DeadlineError else {}
+    late = {"start_timeout_s": enough_for(start, least=3.0)} if error is DeadlineError else {}
     with pytest.raises(error, match=r"(?s)fake engine|FakeEngine") as caught:
         start(fake={"acts": {"start": act}}, hosting=late)
     assert caught.value.details["log"]

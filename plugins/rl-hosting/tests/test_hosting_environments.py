@@ -138,6 +138,7 @@ def test_an_environment_without_variables(imported):
         engine.shutdown()
 
 
+@pytest.mark.full
 def test_the_example_of_the_readme_runs(tmp_path):
     for name, code in re.findall(
         r"```python\n# (\w+\.py)\n(.*?)```", README.read_text(), re.DOTALL

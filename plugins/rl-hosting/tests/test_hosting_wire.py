@@ -5,7 +5,6 @@ from __future__ import annotations
 import builtins
 import socket
 import struct
-import threading
 import time
 import tracemalloc
 from concurrent.futures import ThreadPoolExecutor
@@ -160,31 +159,6 @@ def ends() -> Iterator[tuple[Channel, Channel]]:
     theirs.close()
 
 
-def test_frames_of_all_sizes_cross_each_other(ends):
-    sizes = [1, 100, 70_000, 5_000_000] * 4
-    frames = [encode(Reply(size, "x" * size)) for size in sizes]
-    got: dict[Channel, list[int]] = {end: [] for end in ends}
-
-    def send(end: Channel) -> None:
-        for frame in frames:
-            end.send(frame, SOON)
-
-    def receive(end: Channel) -> None:
-        for _ in range(2 * len(sizes)):
-            message = end.receive()
-            assert isinstance(message, Reply)
-            assert len(message.value) == message.number
-            got[end].append(message.number)
-
-    work = [threading.Thread(target=send, args=(end,)) for end in ends for _ in range(2)]
-    work += [threading.Thread(target=receive, args=(end,)) for end in ends]
-    for thread in work:
-        thread.start()
-    for thread in work:
-        thread.join(SOON)
-    assert all(sorted(numbers) == sorted(sizes * 2) for numbers in got.values())
-
-
 def test_a_side_that_takes_nothing_is_given_up(ends):
     ours, _ = ends
     begun = time.monotonic()
@@ -213,15 +187,6 @@ def test_a_frame_that_was_not_begun_may_be_sent_again(ends):
         theirs.receive()
     ours.send(encode(Reply(2)), SOON)
     assert theirs.receive() == Reply(2)
-
-
-@pytest.mark.parametrize("cut", [0, 5, 9, 12])
-def test_an_end_amid_a_frame_is_an_end(ends, cut):
-    ours, theirs = ends
-    ours._end.sendall(framed(Reply(1, "value"))[:cut])
-    ours.close()
-    with pytest.raises(EOFError):
-        theirs.receive()
 
 
 def test_another_version_is_refused_by_both(ends):

@@ -14,6 +14,7 @@ from typing import Any
 import psutil
 import pytest
 from cluster_doubles import CONFIG, EXIT, manifest_in, pids, stop, wait_until_gone
+from patience import enough_for
 from prompt_rows import prompts
 
 from rl_core.errors import ConfigError, DeadlineError, WorkerDiedError
@@ -100,7 +101,7 @@ def test_a_worker_that_dies_is_named_with_its_rank(cluster: LocalCluster, manife
 
 
 def test_a_worker_that_does_not_answer_is_named(cluster: LocalCluster, manifest: Any) -> None:
-    generation = RemoteGeneration(cluster, manifest, CONFIG, call_deadline_s=20)
+    generation = RemoteGeneration(cluster, manifest, CONFIG, call_deadline_s=60)
     generation.prepare_for_generation()
     generation._group.call_deadline_s = 1.0
     stopped = pids(generation)[1]
@@ -119,15 +120,19 @@ def test_a_worker_that_does_not_answer_in_the_time_of_a_larger_call_is_named(
 ) -> None:
     generation = RemoteGeneration(cluster, manifest, CONFIG)
     generation.prepare_for_generation()
+    seconds = enough_for(lambda: generation._group.attributes("facts"), least=1.0)
     stopped = pids(generation)[1]
     stop(stopped)
     begun = time.monotonic()
     try:
         for ask in (generation._group.attributes, lambda n: generation._group.attribute(1, n)):
-            with pytest.raises(DeadlineError, match="rank 1 of 2 did not") as raised, within(1.0):
+            with (
+                pytest.raises(DeadlineError, match="rank 1 of 2 did not") as raised,
+                within(seconds),
+            ):
                 ask("facts")
             assert raised.value.details["rank"] == 1
-        assert time.monotonic() - begun < 10
+        assert time.monotonic() - begun < 10 * seconds
     finally:
         os.kill(stopped, signal.SIGKILL)
 
@@ -171,7 +176,7 @@ def test_all_ranks_get_the_calls_of_two_threads_in_one_order(
     with monkeypatch.context() as patched:
         patched.setattr(pair, "remote", remote)
         call("one")
-        others[0].result(10)
+        others[0].result(60)
     orders = [[name for at, name in got if at == rank] for rank in pair.ranks]
     assert orders[0] == orders[1]
     assert len(orders[0]) == 2

@@ -149,6 +149,7 @@ def test_scores_and_steps_are_those_of_one_rank(pair, tmp_path):
     close(found, expected, atol=2e-5)
 
 
+@pytest.mark.full
 def test_fewer_rows_than_copies_and_rows_that_do_not_count(pair):
     data = training_batch((6,))
     close(pair.ranks.get_logprobs(data), pair.alone.get_logprobs(data))
@@ -157,6 +158,7 @@ def test_fewer_rows_than_copies_and_rows_that_do_not_count(pair):
     pair.step(sample_mask=torch.tensor([1.0, *[0] * 7]))
 
 
+@pytest.mark.full
 def test_observed_heads_are_those_of_one_rank(pair):
     found, expected = (
         p.calibrate_qkv_fp8_scales(batch(), include_q=True)["layers"]
@@ -167,6 +169,7 @@ def test_observed_heads_are_those_of_one_rank(pair):
         assert found[layer] == pytest.approx(scales, rel=1e-3)
 
 
+@pytest.mark.full
 def test_a_checkpoint_goes_on_as_any_number_of_ranks(pair, tmp_path):
     pair.step()
     pair.ranks.save_checkpoint(tmp_path / "ranks")

@@ -117,6 +117,7 @@ def test_futures_of_workers_are_object_refs_and_can_be_waited_for_with_others(
     assert (found["logprobs"].equal(expected), other) == (True, "other")
 
 
+@pytest.mark.full
 def test_the_example_of_the_readme_prints_what_it_says(
     shared: RayVirtualCluster,
     tmp_path: Path,

@@ -177,14 +177,6 @@ def test_repetition_penalty_is_refused(connect: Any) -> None:
 # -- how rows end ---------------------------------------------------------------------------------
 
 
-def test_row_ends_at_its_stop_token_which_is_kept(connect: Any, fake: FakeSglangServer) -> None:
-    [_, _, stop, *_] = tokens([5], 3)
-    output = connect(stop_token_ids=[stop], max_new_tokens=20).generate(prompts([5]))
-    assert output["output_ids"][0].tolist() == [5, *tokens([5], 3)]
-    assert output["truncated"].tolist() == [False]
-    assert fake.requests[0]["sampling_params"]["ignore_eos"] is False
-
-
 def test_token_at_which_only_the_server_would_end_does_not_end_a_row(
     connect: Any, fake: FakeSglangServer
 ) -> None:
@@ -201,29 +193,6 @@ def test_token_at_which_nobody_should_end_fails_the_row(
     fake._config["eos_token_id"] = tokens([5], 4)[-1]
     with pytest.raises(PluginError, match="is not a stop token of this call"):
         connect(max_new_tokens=20).generate(prompts([5]))
-
-
-def test_row_ends_at_a_stop_string_and_the_server_lets_go(
-    connect: Any, fake: FakeSglangServer
-) -> None:
-    generation = connect(max_new_tokens=200)
-    tokenizer = generation._server.checkpoint.tokenizer
-    string = tokenizer.decode(tokens([60], 5)[3:])
-    fake.token_s = 0.01
-    output = generation.generate(prompts([60], [60], stop_strings=[[string], None]))
-    assert output["generation_lengths"].tolist() == [5, 200]
-    assert output["truncated"].tolist() == [False, True]
-    until(lambda: len(fake.aborted) == 1)
-
-
-def test_context_is_what_the_server_has(connect: Any, fake: FakeSglangServer) -> None:
-    fake.context = 64
-    generation = connect(max_new_tokens=1000)
-    output = generation.generate(prompts([5], [7] * 57, [7] * 60))
-    assert output["unpadded_sequence_lengths"].tolist() == [62, 62, 60]
-    assert output["truncated"].tolist() == [True] * 3
-    with pytest.raises(ConfigError, match="max_model_len"):
-        connect(max_model_len=100)
 
 
 def test_events_with_new_tokens_alone_are_understood(connect: Any, fake: FakeSglangServer) -> None:

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from engines.kinds import Kind
 
 pytestmark = [
+    pytest.mark.full,
     pytest.mark.engine,
     pytest.mark.slow,
     pytest.mark.timeout(900),

@@ -2,32 +2,19 @@
 
 from __future__ import annotations
 
-import asyncio
-import threading
-import time
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from engines.calls import in_background, prompts, tokens, until
+from engines.calls import in_background, prompts, until
+from patience import enough_for
 
-from rl_core.errors import ConfigError, DeadlineError, LifecycleError, PluginError, WorkerDiedError
+from rl_core.errors import ConfigError, DeadlineError, PluginError, WorkerDiedError
 
 if TYPE_CHECKING:
     from fake_sglang_server import FakeSglangServer
 
 
 # -- many at once, and fewer ----------------------------------------------------------------------
-
-
-def test_calls_share_the_server(connect: Any, fake: FakeSglangServer) -> None:
-    fake.token_s = 0.02
-    generation = connect(max_new_tokens=20)
-    calls = [
-        in_background(lambda n=n: generation.generate(prompts([n], [n, n]))) for n in range(5, 13)
-    ]
-    until(lambda: len(fake.running) == 16)
-    for n, call in zip(range(5, 13), calls, strict=True):
-        assert call()["output_ids"][0].tolist()[:21] == [n, *tokens([n], 20)]
 
 
 def test_server_gets_no_more_rows_than_it_may(connect: Any, fake: FakeSglangServer) -> None:
@@ -41,56 +28,11 @@ def test_server_gets_no_more_rows_than_it_may(connect: Any, fake: FakeSglangServ
     assert most <= 4
 
 
-def test_rows_come_as_they_finish_and_go_if_nobody_reads(
-    connect: Any, fake: FakeSglangServer
-) -> None:
-    stop = tokens([5], 2)[-1]
-    fake.token_s = 0.02
-    generation = connect(max_new_tokens=200, stop_token_ids=[stop])
-
-    async def first() -> int:
-        rows = generation.generate_async(prompts([7], [5]))
-        async for row, _ in rows:
-            await rows.aclose()
-            return row
-        return -1
-
-    assert asyncio.run(first()) == 1
-    until(lambda: not fake.running)
-    assert len(fake.aborted) == 1
-
-
 def test_names_of_rows_are_no_beginnings_of_others(connect: Any, fake: FakeSglangServer) -> None:
     connect(max_new_tokens=1).generate(prompts(*([n] for n in range(5, 25))))
     names = [one["rid"] for one in fake.requests]
     assert len(set(names)) == 20
     assert len({len(name) for name in names}) == 1
-
-
-def test_call_that_takes_too_long_frees_its_rows(connect: Any, fake: FakeSglangServer) -> None:
-    fake.token_s = 0.05
-    generation = connect(max_new_tokens=200, call_deadline_s=0.5)
-    with pytest.raises(DeadlineError, match="call_deadline_s"):
-        generation.generate(prompts([5], [6]))
-    until(lambda: not fake.running, 3)
-    fake.token_s = 0.0
-    generation.generate(prompts([5]))
-
-
-def test_generating_before_prepare_and_after_shutdown_is_refused(
-    connect: Any, fake: FakeSglangServer
-) -> None:
-    before = set(threading.enumerate())
-    generation = connect()
-    generation.finish_generation()
-    with pytest.raises(LifecycleError):
-        generation.generate(prompts([5]))
-    generation.shutdown()
-    generation.shutdown()
-    with pytest.raises(LifecycleError):
-        generation.prepare_for_generation()
-    left = {one.name for one in set(threading.enumerate()) - before}
-    assert "server-client" not in left
 
 
 # -- faults ---------------------------------------------------------------------------------------
@@ -138,17 +80,16 @@ def test_server_that_hangs_is_given_up_before_the_call_is(
 ) -> None:
     generation = connect(request_timeout_s=1.0, call_deadline_s=60)
     fake.fault = "hang"
-    began = time.monotonic()
     with pytest.raises(DeadlineError, match="no sign of life") as caught:
         generation.generate(prompts([5], [6]))
-    assert time.monotonic() - began < 10
     assert fake.url in str(caught.value)
     until(lambda: not fake.running)
 
 
 def test_server_that_is_busy_is_not_given_up(connect: Any, fake: FakeSglangServer) -> None:
-    fake.token_s = 2.5  # and nothing comes meanwhile, but it is well
-    generation = connect(request_timeout_s=1.0, max_new_tokens=1)
+    seconds = enough_for(lambda: connect(max_new_tokens=1).generate(prompts([5])), least=1.0)
+    fake.token_s = 2.5 * seconds  # and nothing comes meanwhile, but it is well
+    generation = connect(request_timeout_s=seconds, max_new_tokens=1)
     assert generation.generate(prompts([5]))["generation_lengths"].tolist() == [1]
 
 

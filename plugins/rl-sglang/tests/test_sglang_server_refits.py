@@ -8,14 +8,11 @@ import pytest
 import torch
 from engines.calls import in_background, prompts, until
 
-from rl_conformance.faults import failing_write, in_the_engine
 from rl_core import create_policy, refit
 from rl_core.errors import (
     CapabilityError,
     ManifestMismatchError,
-    RefitError,
     WeightsTornError,
-    WorkerDiedError,
 )
 
 if TYPE_CHECKING:
@@ -33,40 +30,6 @@ def policy(fake: FakeSglangServer) -> Iterator[Any]:
     made = create_policy({"backend": "hf", "model_name": str(fake.model)})
     yield made
     made.shutdown()
-
-
-def assert_same(fake: FakeSglangServer, policy: Any) -> None:
-    wanted = dict(policy.model.named_parameters())
-    assert all(torch.equal(fake.tensors[name], tensor) for name, tensor in wanted.items())
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        {},
-        {"mode": "packed"},
-        {"delta": True},
-        {"verify": "installed"},
-        {"isolation": "staged"},
-        {"retries": 1},
-    ],
-    ids=str,
-)
-def test_refit_reaches_the_workers_of_the_server(
-    connect: Any, fake: FakeSglangServer, policy: Any, options: dict[str, Any]
-) -> None:
-    generation = connect(max_new_tokens=2)
-    for version in (1, 2):
-        with torch.no_grad():
-            for tensor in policy.model.parameters():
-                tensor.add_(version)
-        refit(policy, generation, **options)
-        assert generation.weights_version == version
-        assert fake.weight_version == f"{policy.weights_origin:x}-{version}"
-        assert_same(fake, policy)
-        rows = generation.generate(prompts([5]))
-        assert rows["weights_version"].tolist() == [version]
-        assert rows["weights_origin"].tolist() == [policy.weights_origin]
 
 
 def test_client_names_no_functions_to_call(connect: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -105,41 +68,6 @@ def test_tensors_of_another_model_never_reach_the_server(
         refit(other, generation)
     generation.generate(prompts([5]))
     other.shutdown()
-
-
-@pytest.mark.parametrize(
-    ("fault", "error"),
-    [("refuse", CapabilityError), ("hang up", WorkerDiedError), ("lie", WeightsTornError)],
-)
-def test_refit_that_fails_is_typed_and_the_next_one_works(
-    connect: Any, fake: FakeSglangServer, policy: Any, fault: str, error: type[Exception]
-) -> None:
-    generation = connect(max_new_tokens=2)
-    refit(policy, generation)
-    fake.refit_fault = fault
-    with pytest.raises(error):
-        refit(policy, generation)
-    if fault == "lie":
-        with pytest.raises(WeightsTornError):
-            generation.generate(prompts([5]))
-    fake.refit_fault = ""
-    refit(policy, generation)
-    assert_same(fake, policy)
-    generation.generate(prompts([5]))
-
-
-def test_refit_that_fails_while_it_writes_is_torn_until_the_next(
-    connect: Any, fake: FakeSglangServer, policy: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("RL_SERVER_FAULTS", "1")
-    generation = connect(max_new_tokens=2)
-    refit(policy, generation)
-    with in_the_engine(generation, failing_write, after=3), pytest.raises(RefitError):
-        refit(policy, generation)
-    with pytest.raises(WeightsTornError):
-        generation.generate(prompts([5]))
-    refit(policy, generation)
-    generation.generate(prompts([5]))
 
 
 def test_weights_that_somebody_else_changed_in_the_middle_of_a_row_fail_it(

@@ -272,15 +272,6 @@ def test_pairs_are_those_of_trl(tokenizer: Any, row: dict[str, Any]) -> None:
     assert chosen[0][: chosen[1].index(1)] == Encoder(chat, {}).prompt({"prompt": "one"})
 
 
-def test_plain_pairs_share_what_they_have_in_common(tokenizer: Any) -> None:
-    plain = tokenizer()
-    chosen, rejected = Encoder(plain, {}).pair(
-        {"chosen": "The sky is blue", "rejected": "The sky is a"}
-    )
-    assert learned(plain, chosen) == " blue<|im_end|>"
-    assert learned(plain, rejected) == " a<|im_end|>"
-
-
 def test_an_order_goes_on_where_it_was_and_repeats_nothing_in_an_epoch() -> None:
     order = Order(10, seed=3)
     epochs = order.take(30)

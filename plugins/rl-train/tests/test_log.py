@@ -77,20 +77,6 @@ def test_off_a_terminal_a_step_is_one_line_that_grep_finds(log: Callable[..., Ru
     ]
 
 
-def test_on_a_terminal_there_is_a_bar_and_a_table_of_completions(
-    log: Callable[..., RunLog],
-) -> None:
-    console = screen(terminal=True)
-    with log(console=console, phase="GRPO") as run:
-        run.step(1, {"reward": 0.5, "step_time": 2.0})
-        run.completions(1, [ROW] * 3)
-    shown = text_of(console)
-    assert all(part in shown for part in ("GRPO", "1/4", "reward 0.500", "2.0 s", "user: 2 + 2?"))
-    assert "step 1/4" not in shown
-    assert "[red]4\N{REPLACEMENT CHARACTER}[2J [cut]" in shown  # no markup, no control sequences
-    assert "\x1b[2J" not in shown
-
-
 def test_completions_are_kept_now_and_then_and_from_all_of_the_step(
     log: Callable[..., RunLog], tmp_path: Path
 ) -> None:
@@ -120,18 +106,6 @@ def test_going_back_takes_later_lines_out_of_all_files(
     assert [row.get("loss", row.get("eval_loss")) for row in rows] == [1, 1, 20]
     assert (tmp_path / "run/completions.jsonl").read_text().count("\n") == 1
     assert sorted(path.suffix for path in (tmp_path / "run").iterdir()) == [".jsonl", ".jsonl"]
-
-
-def test_a_run_that_is_not_resumed_starts_its_files_anew(
-    log: Callable[..., RunLog], tmp_path: Path
-) -> None:
-    for loss in (1.0, 2.0, 3.0):
-        with log({"to": ["tensorboard"]}, resume=False) as run:
-            run.step(1, {"loss": loss})
-    folder = tmp_path / "run"
-    assert [row["loss"] for row in read_metrics(folder)] == [3.0]
-    assert '"loss": 2.0' in (folder / "metrics.jsonl.before").read_text()
-    assert scalars(folder / "tensorboard") == {"train/loss": [(1, 3.0)]}
 
 
 KILLED = """

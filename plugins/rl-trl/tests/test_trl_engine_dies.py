@@ -30,6 +30,7 @@ class Keep(TrainerCallback):
         self.moments = [each["exp_avg"].clone() for each in optimizer.state.values()]
 
 
+@pytest.mark.full
 def test_a_killed_engine_ends_the_step_and_another_one_goes_on(engine, trainer):
     keep = Keep()
     with LocalCluster(1, threads=1) as cluster:
@@ -54,7 +55,7 @@ def test_a_killed_engine_ends_the_step_and_another_one_goes_on(engine, trainer):
         with pytest.raises(WorkerDiedError, match=r"process \d+ ended, exit status -9") as caught:
             run.train()
         assert caught.value.__notes__ == ["rl_trl: in the rollout at step 2"]
-        assert time.monotonic() - calls[-1] < 20
+        assert time.monotonic() - calls[-1] < 20 * (calls[1] - calls[0])
 
         assert run.state.global_step == keep.step == 2
         weights = run.model.state_dict()

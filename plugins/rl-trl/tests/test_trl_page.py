@@ -13,6 +13,7 @@ import pytest
 PAGE = Path(__file__).parents[3] / "docs" / "trl.md"
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_the_quick_start_runs_and_prints_what_the_page_says(tmp_path):
     page = PAGE.read_text(encoding="utf-8")

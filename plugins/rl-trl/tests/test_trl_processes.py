@@ -21,6 +21,7 @@ def of_each(folder: Path) -> list[dict]:
     return [json.loads(path.read_text()) for path in sorted(folder.glob("[01].json"))]
 
 
+@pytest.mark.full
 def test_two_processes_do_what_one_does(model, tmp_path):
     one, two = tmp_path / "one", tmp_path / "two"
     # accelerate launch starts several processes with this where there are GPUs.

@@ -115,9 +115,8 @@ REFUSED = {
     "nemotron_h": "does not limit the time steps",
 }
 
-#: One of each kind: positions that vLLM has its own name for, run by transformers' own code, a
-#: loader that computes, experts, transposed experts with biases, a refusal.
-ALWAYS = ("deepseek_v3", "gpt_neox", "falcon_h1", "qwen3_moe", "gpt_oss", "bloom")
+#: Tried in each run: experts whose loader transposes and has biases, and a refusal.
+ALWAYS = ("gpt_oss", "bloom")
 
 
 def all_of(names: Any) -> list[Any]:
@@ -168,6 +167,7 @@ def test_a_refit_is_exact(family, build):
     check_refit(build, family)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "workers", [1, pytest.param(2, marks=pytest.mark.full)], ids=["alone", "tp2"]
 )

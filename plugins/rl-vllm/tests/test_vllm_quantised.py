@@ -75,6 +75,7 @@ def same(engine: Any, fresh: Any, *, dummy: bool) -> None:
     assert (got["logprobs"] - wanted["logprobs"]).abs().max() < 1e-5
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "case",
     [
@@ -114,6 +115,7 @@ def test_a_quantised_checkpoint_is_refused_with_the_way_to_have_one():
     assert "vllm_cfg.engine_args.quantization" in caught.value.fix
 
 
+@pytest.mark.full
 def test_experts_that_vllm_packs_for_good_are_packed_again_by_its_own_hook(tiny):
     paths = [str(tiny("qwen3", **EXPERTS, seed=seed)) for seed in (0, 1)]
     program = [sys.executable, "-m", "engines.packed_experts", *paths]

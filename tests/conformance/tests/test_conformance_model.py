@@ -16,9 +16,14 @@ from rl_core.errors import ConfigError
 pytest_plugins = ["pytester"]
 _CHECKS = [
     "G1 or G4 or G8 or G13 or G16",
-    "P1 or P3 or P5",
-    "R1 or R11",
-    pytest.param("R2 or R4 and not processes or R7 or R10 or R13 or R15", marks=pytest.mark.full),
+    *(
+        pytest.param(checks, marks=pytest.mark.full)
+        for checks in (
+            "P1 or P3 or P5",
+            "R1 or R11",
+            "R2 or R4 and not processes or R7 or R10 or R13 or R15",
+        )
+    ),
 ]
 
 

@@ -17,6 +17,7 @@ from rl_conformance.target import Target
 _NAMED = LAYOUTS["cpu"]["sharded"]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("clause", ["P14", "R16"])
 @pytest.mark.parametrize(
     "names",
@@ -33,6 +34,7 @@ def test_the_sharded_reference_keeps_the_clause(names: list[str], clause: str) -
     assert not found
 
 
+@pytest.mark.full
 def test_the_reference_has_whole_copies_on_two_ranks() -> None:
     checks = select([], "P14 or R16")
     report = run(Target.find("reference"), Settings(), checks, selection="P14 or R16")

@@ -323,27 +323,6 @@ def test_users_of_memory_that_the_source_names_are_moved_with_its_pieces(keep):
     assert parameter.untyped_storage().data_ptr() == tensors["v"].untyped_storage().data_ptr()
 
 
-def test_what_is_trained_arrives_also_where_the_source_keeps_detached_twins_of_it(keep):
-    parameter = torch.nn.Parameter(torch.randn(30))
-    trainer = keep(Trainer({"w": parameter.detach()}, at_home=True))
-    engine = keep(Engine({"w": torch.zeros(30)}))
-    for _ in range(2):
-        report = go(trainer, engine)
-        assert "w shares memory with a tensor outside of the weight source" in str(report.fallback)
-        assert torch.equal(engine.sink.tensor["w"], parameter)
-        with torch.no_grad():
-            parameter.add_(1)
-    with pytest.raises(ConfigError, match="outside of the weight source"):
-        go(trainer, engine, mode="direct")
-
-
-def test_tensors_made_on_the_fly_cannot_be_direct(keep):
-    trainer, engine = keep(Trainer({"w": torch.ones(3)})), keep(Engine({"w": torch.zeros(3)}))
-    with pytest.raises(ConfigError, match="computes its tensors during the refit"):
-        go(trainer, engine, mode="direct")
-    assert go(trainer, engine).mode == "packed"
-
-
 def test_tensors_that_exchanged_their_memory_are_moved_back(keep):
     tensors = {"a": torch.full((99,), 1.0), "b": torch.full((99,), 2.0)}
     trainer, engine = keep(Trainer(tensors, at_home=True)), keep(Engine(blank(tensors)))

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from installed import Install
+from patience import enough_for
 from simple_pair import BUCKET, SOON, Engine, go, same
 
 from rl_core.errors import (
@@ -120,11 +121,12 @@ def test_a_policy_that_does_not_say_where_to_meet_is_refused(pair):
 
 def test_an_error_of_the_deadline_is_not_followed_by_an_attempt_without_time(pair):
     trainer, engine = pair
+    seconds = enough_for(lambda: go(trainer, engine), least=2.0)
     with (
         engine.lock,
-        pytest.raises(RefitError, match=r"generation did not end within [12](\.\d+)? s"),
+        pytest.raises(RefitError, match=r"generation did not end within [\d.]+ s"),
     ):
-        go(trainer, engine, retries=1, deadline_s=2.0)
+        go(trainer, engine, retries=1, deadline_s=seconds)
 
 
 # -- what no retry helps against ------------------------------------------------------------------

@@ -121,17 +121,6 @@ def test_no_byte_is_received_that_is_not_kept(keep, ranks, at_home):
         assert done.result(SOON)["bytes"] == kept
 
 
-@pytest.mark.parametrize("at_home", [False, True])
-def test_a_delta_sends_the_parts_that_changed(keep, at_home):
-    trainer, parts = keep(Trainer(make(), at_home=at_home)), engines(keep, 2)
-    go(trainer, Replicas(*parts))
-    trainer.source.tensor["rows"][11] += 1
-    trainer.source.tensor["experts"][0] += 1
-    report = go(trainer, Replicas(*parts), delta=True, verify="installed")
-    assert report.bytes == 6 * 8 * 4 + 6 * 5 * 4
-    assert all(right(trainer, engine) for engine in parts)
-
-
 def exchange(first: Engine, second: Engine) -> None:
     """Each keeps what the other one kept, in its own memory."""
     kept, other = first.sink.kept, second.sink.kept
@@ -248,15 +237,6 @@ def test_a_staged_delta_leaves_what_it_does_not_send(keep, at_home, apart):
         trainer.source.tensor["w"][row].add_(1)
         go(trainer, Replicas(*parts), isolation="staged", delta=True, verify="wire")
         assert all(right(trainer, engine) for engine in parts)
-
-
-@pytest.mark.parametrize("found", [(TOP, ALL), (ALL, TOP), (ALL, ALL)])
-@pytest.mark.parametrize("at_home", [False, True])
-def test_pieces_that_overlap_are_all_written(keep, found, at_home):
-    trainer = keep(Trainer({"w": torch.randn(8, 4)}, at_home=at_home))
-    engine = engine_of(keep, *found)
-    go(trainer, engine, verify="wire")
-    assert right(trainer, engine)
 
 
 def test_what_no_engine_keeps_is_a_mismatch(keep):

@@ -30,7 +30,6 @@ from rl_core.errors import CapabilityError, RefitError, WeightsTornError
 from rl_core.interfaces import Box
 from rl_core.weights.data.parts import sizes_of
 from rl_core.weights.receiving import staging
-from rl_core.weights.receiving.staging import StagedSink
 
 pytestmark = pytest.mark.usefixtures("either_device")
 
@@ -55,13 +54,6 @@ def assert_serves(engine: Engine, seed: int, version: int) -> None:
     assert engine.receiver.version == version
     assert engine.may_generate()
     assert same({n: t.contiguous() for n, t in make_tensors(seed).items()}, engine.sink.tensor)
-
-
-def test_a_second_copy_is_where_the_engines_tensors_are():
-    """What is written there is waited for on that device."""
-    sink = DictSink(make_tensors(0))
-    sink.device = "cuda:3"
-    assert StagedSink(sink, [], 0, {}, lambda: None).device == "cuda:3"
 
 
 @pytest.mark.parametrize("isolation", ["staged", "quiesced"])

@@ -11,7 +11,7 @@ import pytest
 from killable import LATER, EngineParty, TrainerParty
 from simple_pair import SOON, until
 
-from rl_core.errors import RefitError, RefitPeerError, RefitProtocolError
+from rl_core.errors import RefitPeerError, RefitProtocolError
 from rl_core.weights.protocol.frames import MAX_FRAME_BYTES, write_hello
 from rl_core.weights.protocol.messages import Hello
 from rl_core.weights.transports.control import ControlClient, ControlServer
@@ -187,52 +187,6 @@ def test_a_whole_refit_that_is_played_to_an_engine_is_refused(pair):
     engine.check()
     engine.meet(trainer.info())
     assert_refit(trainer, engine)
-
-
-def test_frames_of_an_earlier_refit_that_come_during_another_do_no_harm(pair):
-    trainer, engine = pair
-    frames = recorded(end_of(engine))
-    assert_refit(trainer, engine)
-    engine.stall("write")
-    trainer.begin()
-    engine.begin()
-    engine.reached()
-    with closing(Stranger(trainer)) as stranger:
-        stranger.say(*frames)
-        engine.release()
-        assert engine.outcome()["version"] == trainer.outcome()["version"] == 2
-    assert engine.holds(0)
-
-
-def test_a_frame_with_a_flipped_bit_ends_the_refit_of_who_sent_it(pair):
-    trainer, engine = pair
-    end = end_of(engine)
-    send, said = end.send, []
-
-    def flip(frame: bytes) -> None:
-        said.extend([frame] * (frame[3:4] == b"C"))
-        send(frame if len(said) != 2 else frame[:-1] + bytes([frame[-1] ^ 1]))
-
-    end.send = flip
-    trainer.begin()
-    engine.begin()
-    error = trainer.failure()
-    assert isinstance(error, RefitError)
-    assert "engine" in error.peer
-    assert isinstance(engine.failure(), RefitError)
-    end.send = send
-    assert_refit(trainer, engine)
-
-
-def test_a_receiver_that_leaves_before_it_is_ready_makes_room_for_another(pair):
-    trainer, engine = pair
-    with closing(Stranger(trainer)) as early:
-        trainer.begin()
-        early.say(hello(trainer, "early", 1))
-        until(lambda: early.client.receive(0.01))  # the offer
-    until(lambda: not trainer.endpoint.jobs[-1].session.connections)
-    engine.begin()
-    assert engine.outcome()["version"] == trainer.outcome()["version"] == 1
 
 
 def test_a_receiver_that_says_hello_and_no_more_is_named_at_the_deadline(pair):

@@ -21,14 +21,13 @@ from scripted_sessions import (
     S,
     announced,
     failed,
-    new_receiver,
     new_sender,
     receiver_at,
     sender_at,
     states,
 )
 
-from rl_core.errors import RefitAborted, RefitPeerError, RefitProtocolError, WeightsTornError
+from rl_core.errors import RefitAborted, RefitProtocolError, WeightsTornError
 from rl_core.weights.protocol import messages as m
 from rl_core.weights.protocol.sender_session import SenderSession
 from rl_core.weights.protocol.session import Attach, Confirm, Effect, Install, Phase, Publish, Send
@@ -156,14 +155,6 @@ def test_a_sender_takes_nothing_of_another_session(state: str, message: m.FromRe
     assert type(sender.error) is RefitProtocolError
 
 
-@pytest.mark.parametrize("state", states(SENDER)[1:])
-def test_a_hello_that_comes_again_changes_nothing(state: str):
-    sender = sender_at(state)
-    before = sender.phase
-    assert sender.receive("p0", HELLOS[0]) == []
-    assert (sender.phase, sender.error) == (before, None)
-
-
 @pytest.mark.parametrize("message", [HELLOS[2], *FROM_RECEIVER], ids=str)
 @pytest.mark.parametrize("state", states(SENDER)[4:])
 def test_a_stranger_is_not_heard(state: str, message: m.FromReceiver):
@@ -198,32 +189,6 @@ def test_a_session_that_failed_says_and_hears_nothing_more(end: Phase):
 # -- every way to fail in every state --------------------------------------------------------------
 
 
-@pytest.mark.parametrize("state", states(RECEIVER)[:-1])
-def test_a_receiver_waits_until_its_deadline_and_no_longer(state: str):
-    clock = Clock()
-    receiver = receiver_at(state, clock=clock)
-    before = receiver.phase
-    clock.now = DEADLINE_S - 0.1
-    assert receiver.tick() == ([Send(HELLOS[0])] if before is Phase.DISCOVER else [])
-    clock.now = DEADLINE_S
-    receiver.tick()
-    assert receiver.phase.terminal
-    assert type(receiver.error) is RefitPeerError
-    assert (receiver.error.phase, "sender" in receiver.error.peer) == (before, True)
-
-
-@pytest.mark.parametrize("state", states(SENDER)[:-1])
-def test_a_sender_waits_until_its_deadline_and_no_longer(state: str):
-    clock = Clock()
-    sender = sender_at(state, clock=clock)
-    before = sender.phase
-    clock.now = DEADLINE_S - 0.1
-    assert sender.tick() == []
-    clock.now = DEADLINE_S
-    assert_ended(sender, state, before, sender.tick())
-    assert type(sender.error) is RefitPeerError
-
-
 @pytest.mark.parametrize(
     ("state", "who"),
     [
@@ -250,46 +215,3 @@ def test_a_receiver_takes_the_senders_deadline_if_that_is_sooner():
     receiver = receiver_at("ready", clock=clock)
     receiver.receive(msgspec.structs.replace(PREPARE, deadline_s=5.0))
     assert receiver.remaining_s == 5.0
-
-
-@pytest.mark.parametrize("state", states(SENDER)[1:-1])
-def test_a_receiver_that_is_gone_ends_a_refit_that_it_was_ready_for(state: str):
-    sender = sender_at(state)
-    before = sender.phase
-    effects = sender.lost("p0")
-    ready = states(SENDER).index(state) >= states(SENDER).index("p0 ready")
-    if state == "p0 done" or not ready:
-        assert (effects, sender.phase, sender.error) == ([], before, None)
-    else:
-        assert_ended(sender, state, before, effects)
-        assert type(sender.error) is RefitPeerError
-        assert "p0" not in sender.peers
-
-
-@pytest.mark.parametrize("state", states(RECEIVER)[:-1])
-def test_a_sender_that_is_gone_ends_a_refit(state: str):
-    receiver = receiver_at(state)
-    before = receiver.phase
-    effects = receiver.lost("died")
-    assert receiver.phase is (Phase.TORN if receiver.touched else Phase.ABORTED)
-    assert type(receiver.error) is RefitPeerError
-    assert receiver.error.phase == before
-    assert effects == ([] if before is Phase.DISCOVER else failed(receiver))
-
-
-@pytest.mark.parametrize("state", states(RECEIVER)[1:-1])
-def test_a_staged_receiver_is_never_torn(state: str):
-    receiver = new_receiver()
-    staged = msgspec.structs.replace(OFFER, isolation="staged")
-    for name, step, _, _ in RECEIVER[: states(RECEIVER).index(state) + 1]:
-        receiver.receive(staged) if name == "ready" else step(receiver)
-    receiver.fail(ValueError("no memory"))
-    assert receiver.phase is Phase.ABORTED
-
-
-def test_a_staged_sender_is_never_torn():
-    sender = new_sender(msgspec.structs.replace(OFFER, isolation="staged"))
-    for _, step, _, _ in SENDER[: states(SENDER).index("p0 sealed") + 1]:
-        step(sender)
-    sender.fail(ValueError("no memory"))
-    assert sender.phase is Phase.ABORTED

@@ -17,24 +17,20 @@ from scripted_sessions import (
     planned,
     receiver_at,
     sender_at,
-    sent,
 )
 
 from rl_core.errors import (
     CapabilityError,
     ManifestMismatchError,
     RefitAborted,
-    RefitError,
-    RefitPeerError,
     RefitProtocolError,
 )
 from rl_core.weights.protocol.messages import (
     Abort,
     Failed,
-    Loaded,
     Prepared,
 )
-from rl_core.weights.protocol.session import MakePlan, Pack, Phase, Send
+from rl_core.weights.protocol.session import MakePlan, Phase, Send
 
 # -- who takes part --------------------------------------------------------------------------------
 
@@ -67,44 +63,6 @@ def test_a_receiver_too_many_is_refused_and_does_no_harm():
     assert isinstance(planning, MakePlan)
     assert list(sender.peers) == ["p0", "p1"]
     assert sender.receive("p2", READY) == []
-
-
-def test_whoever_is_ready_first_takes_part():
-    sender = sender_at("p0 ready")
-    sender.receive("p2", HELLOS[2])
-    [refusal, _] = sender.receive("p2", READY)
-    assert "all of its receivers (2)" in refusal_of(refusal, "p1")
-    assert list(sender.peers) == ["p0", "p2"]
-
-
-def test_a_hello_that_was_late_takes_nobodys_place():
-    """It waited on a connection that is closed, and its author is there on another one."""
-    sender = sender_at("p0 ready")
-    assert sender.receive("stale", HELLOS[0]) == [Send(OFFER, "stale")]
-    assert sender.receive("staler", HELLOS[1]) == [Send(OFFER, "staler")]
-    assert sender.lost("stale") == []
-    sender.receive("p1", READY)
-    assert list(sender.peers) == ["p0", "p1"]
-    assert sender.phase is Phase.PREPARE
-
-
-def test_a_receiver_that_comes_again_before_it_was_ready_takes_part_once():
-    sender = sender_at("all there")
-    assert sender.receive("again", HELLOS[0]) == [Send(OFFER, "again")]
-    assert sender.receive("again", READY) == []
-    sender.receive("p1", READY)
-    assert list(sender.peers) == ["again", "p1"]
-    sender.lost("again")
-    assert "receiver 0" in sender.error.peer
-
-
-def test_a_receiver_that_comes_again_after_it_was_ready_takes_its_own_place():
-    sender = sender_at("p0 ready")
-    sender.receive("again", HELLOS[0])
-    [dismissal] = sender.receive("again", READY)
-    assert "another connection" in refusal_of(dismissal, "p0")
-    assert list(sender.peers) == ["again"]
-    assert sender.error is None
 
 
 def test_a_receiver_that_comes_again_may_want_other_dtypes_if_nobody_else_is_ready():
@@ -216,21 +174,6 @@ def test_a_receivers_error_arrives_as_one_of_its_class(kind: str):
     assert "receiver 0" in sender.error.details["peer"]
 
 
-@pytest.mark.parametrize("kind", ["Exception", "RefitError", "ConfigError", "nonsense", "__all__"])
-def test_any_other_error_arrives_as_a_peers(kind: str):
-    sender = sender_at("both sent")
-    sender.receive("p0", Failed(S, kind, "boom", True))
-    assert type(sender.error) is RefitPeerError
-
-
-def test_an_error_that_is_not_ours_keeps_its_cause():
-    receiver, cause = receiver_at("ready"), MemoryError("none left")
-    receiver.fail(cause)
-    assert type(receiver.error) is RefitError
-    assert receiver.error.__cause__ is cause
-    assert "none left" in str(receiver.error)
-
-
 def test_a_long_error_is_cut_for_the_wire_and_whole_at_home():
     receiver = receiver_at("ready")
     [told] = receiver.fail(ValueError("x" * 10_000))
@@ -240,20 +183,6 @@ def test_a_long_error_is_cut_for_the_wire_and_whole_at_home():
 
 
 # -- the window ------------------------------------------------------------------------------------
-
-
-def test_no_bucket_is_packed_before_the_slowest_has_loaded_the_one_in_its_slot():
-    sender = sender_at("planning")
-    planned(sender, 4)
-    sender.receive("p0", Prepared(S))
-    assert sender.receive("p1", Prepared(S)) == [Pack(0)]
-    assert sender.packed(0, b"digests") == [*sent(0), Pack(1)]
-    assert sender.packed(1, b"digests") == [*sent(1)]
-    assert sender.receive("p0", Loaded(S, 0)) == []
-    assert sender.receive("p0", Loaded(S, 1)) == []
-    assert sender.receive("p1", Loaded(S, 0)) == [Pack(2)]
-    assert sender.receive("p1", Loaded(S, 1)) == []  # one is packed at a time
-    assert sender.packed(2, b"digests") == [*sent(2), Pack(3)]
 
 
 def test_time_is_told_by_phase():

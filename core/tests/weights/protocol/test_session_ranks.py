@@ -15,7 +15,6 @@ from scripted_sessions import (
     FROM_SENDER,
     HASH,
     HASHED,
-    HELLOS,
     OFFER,
     PREPARES,
     RANK,
@@ -29,7 +28,6 @@ from scripted_sessions import (
     Clock,
     S,
     all_ranks,
-    new_rank,
     new_sender,
     rank_at,
     ranked_at,
@@ -60,8 +58,8 @@ from rl_core.weights.protocol.messages import (
     Sealed,
 )
 from rl_core.weights.protocol.sender_session import SenderSession
-from rl_core.weights.protocol.session import MakePlan, Perform, Phase, Send
-from rl_core.weights.protocol.timing import FOLLOWER_GRACE_S, HELLO_S, report_margin_s
+from rl_core.weights.protocol.session import Perform, Phase, Send
+from rl_core.weights.protocol.timing import FOLLOWER_GRACE_S, report_margin_s
 
 
 def test_a_rank_takes_every_step_of_a_refit_without_an_error():
@@ -167,16 +165,6 @@ def test_rank_0_takes_nothing_of_another_session(state: str, key: str):
         assert type(sender.error) is RefitProtocolError
 
 
-@pytest.mark.parametrize("state", ORDER)
-def test_a_stranger_is_not_heard(state: str):
-    sender = ranked_at(state)
-    before = sender.phase
-    hellos = [HELLOS[2], *RANK_HELLOS.values()] if passed(state, "planning") else []
-    for message in [*TO_RANK_0, *hellos]:
-        assert sender.receive("stranger", message) == []
-    assert (sender.phase, sender.error) == (before, None)
-
-
 @pytest.mark.parametrize("rank", [1, 2])
 @pytest.mark.parametrize("state", ORDER[:-1])
 def test_a_frame_of_a_rank_that_cannot_be_read_ends_the_refit(state: str, rank: int):
@@ -236,29 +224,7 @@ def test_a_rank_ends_when_rank_0_does(state: str):
     assert [rank.tick(), rank.answer(RANK_READY), rank.fail(ValueError())] == [[], [], []]
 
 
-@pytest.mark.parametrize("state", states(RANK)[1:-1])
-def test_an_abort_of_another_session_is_none(state: str):
-    rank = rank_at(state)
-    before = rank.phase
-    effects = rank.receive(Abort("another", "RefitError", "why"))
-    assert_failed(rank, before, effects, RefitProtocolError)
-
-
 # -- every way to fail in every state --------------------------------------------------------------
-
-
-@pytest.mark.parametrize("rank", [1, 2])
-@pytest.mark.parametrize("state", ORDER)
-def test_a_rank_that_is_lost_ends_a_refit_that_is_not_decided(state: str, rank: int):
-    sender, error = ranked_at(state), RefitPeerError("it has ended", peer=f"rank {rank}", rank=rank)
-    before = sender.phase
-    effects = sender.lost_rank(rank, error)
-    assert rank not in sender.ranks
-    if passed(state, "committing"):
-        assert (effects, sender.phase, sender.error) == ([], before, None)
-        return
-    assert sender.error is error
-    assert_ended(sender, state, f"r{rank}", effects)
 
 
 @pytest.mark.parametrize(
@@ -301,16 +267,6 @@ def test_a_late_rank_is_named_before_the_deadline(state: str):
     assert sender.absent == (set(late) if sender.error.phase == "DISCOVER" else set())
 
 
-def test_time_ends_every_state():
-    for state in ORDER[:-1]:
-        clock = Clock()
-        sender = ranked_at(state, clock=clock)
-        clock.now = DEADLINE_S
-        sender.tick()
-        assert sender.phase.terminal, state
-        assert type(sender.error) is RefitPeerError
-
-
 @pytest.mark.parametrize("state", states(RANK)[:-1])
 def test_a_rank_waits_a_little_longer_than_rank_0(state: str):
     clock = Clock()
@@ -325,38 +281,6 @@ def test_a_rank_waits_a_little_longer_than_rank_0(state: str):
 
 
 # -- who takes part --------------------------------------------------------------------------------
-
-
-def test_all_ranks_and_receivers_are_waited_for_in_any_order():
-    for first, last in (("p1", "r1"), ("r1", "p1")):
-        sender = ranked_at("all there")
-        answers = {"p0": READY, "r2": RANK_READY, first: READY if first == "p1" else RANK_READY}
-        assert not any(sender.receive(key, answer) for key, answer in answers.items())
-        assert sender.phase is Phase.DISCOVER
-        [planning] = sender.receive(last, READY if last == "p1" else RANK_READY)
-        assert isinstance(planning, MakePlan)
-        assert set(planning.ranks) == {1, 2}
-
-
-@pytest.mark.parametrize("state", ["p0 there", "r1 ready"])
-def test_a_rank_that_comes_again_takes_its_own_place(state: str):
-    sender = ranked_at(state)
-    sender.receive("again", RANK_HELLOS[1])
-    dismissals = sender.receive("again", RANK_READY)
-    assert [effect.to for effect in dismissals] == (["r1"] if state == "r1 ready" else [])
-    assert all("another connection" in effect.message.message for effect in dismissals)
-    assert sender.ranks[1] == "again"
-    assert sender.lost("r1") == []
-    if state == "r1 ready":
-        assert sender.receive("r1", RANK_READY) == []
-    assert sender.error is None
-
-
-def test_a_hello_of_a_rank_takes_nobodys_place():
-    sender = ranked_at("r1 ready")
-    assert sender.receive("stale", RANK_HELLOS[1]) == [Send(OFFER, "stale")]
-    assert sender.lost("stale") == []
-    assert (sender.ranks, sender.error) == ({1: "r1"}, None)
 
 
 @pytest.mark.parametrize("number", [-1, 3, 1 << 40])
@@ -394,27 +318,6 @@ def test_a_rank_at_another_refit_learns_which_one_is_on(number: int):
 
 def at_another(number: int) -> Abort:
     return Abort("", "RefitAborted", "the trainer is elsewhere", number)
-
-
-def test_a_rank_that_is_behind_joins_the_refit_that_is_on():
-    rank = rank_at("discover")
-    assert rank.receive(at_another(3)) == [Send(msgspec.structs.replace(RANK_HELLOS[1], number=3))]
-    assert (rank.number, rank.leader_number, rank.met) == (3, 3, False)
-    assert rank.receive(OFFER) == [Perform(OFFER)]
-    assert rank.met
-
-
-def test_a_rank_that_is_ahead_waits_for_its_turn():
-    clock = Clock()
-    hello = msgspec.structs.replace(RANK_HELLOS[1], number=4)
-    rank = new_rank(clock=clock)
-    rank._hello = hello
-    rank.start()
-    assert rank.receive(at_another(3)) == []
-    clock.now = HELLO_S
-    assert rank.tick() == [Send(hello)]
-    assert (rank.leader_number, rank.met) == (3, False)
-    assert rank.receive(OFFER) == [Perform(OFFER)]
 
 
 def test_a_rank_whose_number_was_given_joins_no_other_refit():

@@ -159,18 +159,6 @@ def test_runs_of_several_blocks_fold_as_their_blocks_do(offset: int, extra: int)
     assert len(set(each)) == len(each)
 
 
-@HASHES
-def test_a_hundred_thousand_contents_have_as_many_digests(how: BlockHash) -> None:
-    rng = np.random.default_rng(7)
-    sparse = rng.integers(0, 4, (50_000, 64), dtype=np.uint8) << rng.integers(0, 7, (50_000, 1))
-    dense = rng.integers(0, 256, (50_000, 64), dtype=np.uint8)
-    contents = np.unique(np.concatenate([sparse.astype(np.uint8), dense]), axis=0)
-    runs = list(torch.from_numpy(contents))
-    found = set(Hasher(runs, how).digests())
-    assert len(found) == len(runs) > 99_000
-    assert len({one[:8] for one in found}) == len({one[8:] for one in found}) == len(runs)
-
-
 def test_half_of_the_digest_changes_with_one_bit() -> None:
     start = torch.arange(128, dtype=torch.uint8)
     flipped = start.repeat(1024, 1)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from array import array
 from contextlib import closing
 from functools import partial
@@ -133,24 +132,6 @@ def test_segments_of_buckets_that_are_under_way_together_never_overlap(planned):
         if plan.mode is not DIRECT:
             spans = sorted((bucket.start, bucket.stop) for bucket in window)
             assert all(stop <= start for (_, stop), (start, _) in pairwise(spans))
-
-
-@given(MANIFESTS, BUCKET_BYTES)
-def test_a_tensor_that_fits_in_a_bucket_is_not_split(model, bucket_bytes):
-    pieces = [segment.tensor for segment in segments(plan_of(model, bucket_bytes))]
-    for index, spec in enumerate(model.owned):
-        if spec.nbytes <= bucket_bytes // ALIGN * ALIGN:
-            assert pieces.count(index) == 1
-
-
-@given(MANIFESTS, BUCKET_BYTES)
-def test_only_what_does_not_fit_any_more_begins_a_bucket(model, bucket_bytes):
-    size = bucket_bytes // ALIGN * ALIGN
-    for bucket, following in pairwise(plan_of(model, bucket_bytes).buckets):
-        used = bucket.stop - bucket.start
-        left = following.segments[0].spec.numel - following.segments[0].offset
-        needed = left * following.segments[0].spec.torch_dtype.itemsize
-        assert -(-used // ALIGN) * ALIGN + needed > size
 
 
 @given(LARGE_MANIFESTS, st.data())
@@ -308,13 +289,11 @@ def test_a_bucket_smaller_than_the_alignment_is_a_config_error():
 
 def test_so_small_buckets_that_a_plan_would_take_long_are_a_config_error_at_once():
     big = manifest(TensorSpec("w", (1 << 40,), "float32"))
-    begin = time.monotonic()
     for mode in (DataMode.PACKED, DIRECT):
         with pytest.raises(
             ConfigError, match=r"bucket_bytes is 64; a model of \d+ bytes needs at least"
         ):
             plan_of(big, 64, mode)
-    assert time.monotonic() - begin < 1.0
 
 
 @pytest.mark.parametrize("kind", ["xxh3", "fold"])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import time
+import threading
 
 import pytest
 
@@ -16,8 +16,10 @@ def hub(monkeypatch, tmp_path):
     """A hub that never answers, and an empty cache."""
     from huggingface_hub import HfApi, constants
 
+    gone = threading.Event()
+
     def hang(*args, **kwargs):
-        time.sleep(5)
+        gone.wait()
 
     monkeypatch.setattr(checkpoint, "_HUB_S", 0.1)
     monkeypatch.setattr(HfApi, "model_info", hang)
@@ -25,6 +27,8 @@ def hub(monkeypatch, tmp_path):
         monkeypatch.setattr(constants, name, str(tmp_path))
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     monkeypatch.delenv("TRANSFORMERS_OFFLINE", raising=False)
+    yield
+    gone.set()
 
 
 @pytest.mark.parametrize(
@@ -33,10 +37,8 @@ def hub(monkeypatch, tmp_path):
 def test_a_name_that_cannot_be_looked_up_is_told_at_once(variable, says, hub, monkeypatch):
     if variable:
         monkeypatch.setenv(variable, "1")
-    began = time.monotonic()
     with pytest.raises(ConfigError, match=f"neither a directory nor in the cache.*{says}"):
         check_checkpoint("nobody/nothing", "auto", without_weights="")
-    assert time.monotonic() - began < 2
 
 
 def test_a_hub_that_has_no_such_model_is_quoted(hub, monkeypatch):

@@ -141,19 +141,6 @@ def test_equal_prompts_are_computed_once():
     assert_same([done[2], done[3], done[4]], [done[0], done[0], done[1]])
 
 
-def test_finished_rows_leave_the_batch():
-    model = Tiny()
-    run(engine_of(model), prompts((5, 5, 5, 5), budgets=(1, 2, 4, 4)), GREEDY)
-    assert model.passes == [(1, 20), (3, 1), (2, 1), (2, 1)]
-
-
-def test_waiting_rows_take_the_place_of_finished_ones():
-    model = Tiny()
-    run(engine_of(model, max_batch_size=2), prompts((5, 5, 5, 5), budgets=(9, 2, 3, 4)), GREEDY)
-    # One pass admits two rows and two passes one row each; eight steps move the longest row on.
-    assert len(model.passes) == 3 + 8
-
-
 def test_a_prompt_longer_than_a_pass_is_admitted_alone(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("rl_backends.torch.slots.PREFILL_TOKENS", 50)
     batch, model = prompts((120, 30, 30, 5)), Tiny()
