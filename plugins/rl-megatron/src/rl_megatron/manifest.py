@@ -30,9 +30,12 @@ BACKEND = BackendManifest(
     engine=EngineRequirement(("megatron-core",), ">=0.16,<0.17", extra="engine"),
 )
 _LAYOUTS: dict[str, Any] = {
-    "tp2": {"ranks": 2, "config": {"tensor_model_parallel_size": 2, "sequence_parallel": True}},
+    "tp2": {"ranks": 2, "config": {"tensor_model_parallel_size": 2}},
     "pp2": {"ranks": 2, "config": {"pipeline_model_parallel_size": 2}},
-    "tp2_dp2": {"ranks": 4, "config": {"tensor_model_parallel_size": 2}},
+    "tp2_dp2": {
+        "ranks": 4,
+        "config": {"tensor_model_parallel_size": 2, "sequence_parallel": True},
+    },
 }
 #: What the conformance suite tries with its tiny models.
 TINY: dict[str, dict[str, dict[str, Any]]] = {

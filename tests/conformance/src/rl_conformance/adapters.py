@@ -15,12 +15,14 @@ if TYPE_CHECKING:
 
     from rl_conformance.context import Context
     from rl_conformance.oracle import Oracle
+    from rl_core.interfaces import GenerationInterface
 
 __all__ = [
     "LORA",
     "adapted_layers",
     "adapter_trainer",
     "change_adapters",
+    "new_engine_for_adapters",
     "serving_adapters",
     "with_adapters",
 ]
@@ -63,14 +65,25 @@ def change_adapters(trainer: Trainer, seed: int, only: str = "") -> None:
             tensor.zero_()
 
 
-def serving_adapters(ctx: Context) -> Any:
-    """An engine, awake, with the tiny model of seed 0, that serves :data:`LORA`."""
-    own = ctx.target.tiny.get(ctx.settings.device, {}).get("adapters")
-    known = "lora" in ctx.target.config_keys.get("generation", ())
-    config = own if own is not None else {"lora": LORA} if known else {}
-    generation = ctx.fresh_generation(model_name=str(ctx.model("qwen2", seed=0)), **config)
+def serving_adapters(ctx: Context, **sampling: Any) -> GenerationInterface:
+    """An engine, awake, with the tiny model of seed 0, that serves :data:`LORA`.
+
+    Checks with the same sampling share it: it serves the adapters of the one before.
+    """
+    return ctx.refit_generation(**_serving(ctx), **sampling)
+
+
+def new_engine_for_adapters(ctx: Context) -> GenerationInterface:
+    """An engine, awake, that had no refit yet."""
+    generation = ctx.fresh_generation(model_name=str(ctx.model("qwen2", seed=0)), **_serving(ctx))
     generation.prepare_for_generation()
     return generation
+
+
+def _serving(ctx: Context) -> Mapping[str, Any]:
+    own = ctx.target.tiny.get(ctx.settings.device, {}).get("adapters")
+    known = "lora" in ctx.target.config_keys.get("generation", ())
+    return own if own is not None else {"lora": LORA} if known else {}
 
 
 def with_adapters(oracle: Oracle, tensors: Mapping[str, torch.Tensor], dtype: str) -> Oracle:

@@ -70,7 +70,12 @@ def run(options: argparse.Namespace) -> int:
     name, kind, k, processes = options.name, options.kind, options.k, options.processes
     target = find_target(name)
     settings = Settings.of(
-        options.device, options.dtype, options.model, options.timeout, options.url
+        options.device,
+        options.dtype,
+        options.model,
+        options.timeout,
+        options.url,
+        options.layouts,
     )
     if options.url is not None and "url" not in target.config_keys.get("generation", ()):
         raise ConfigError(
@@ -266,6 +271,12 @@ _running.add_argument(
 )
 _running.add_argument(
     "--timeout", type=float, metavar="SECONDS", help="limit for each check; default: 120 for most"
+)
+_running.add_argument(
+    "--layouts",
+    default="few",
+    choices=("few", "all"),
+    help="over ranks: all that the plugin names, or few that set every key (default)",
 )
 _running.add_argument(
     "-n",

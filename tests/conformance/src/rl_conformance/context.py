@@ -35,8 +35,9 @@ if TYPE_CHECKING:
 
 __all__ = ["Context", "Workshop"]
 
-#: Tokens that engines for refits generate; no other check has engines with so many.
-_REFIT_TOKENS = 3
+#: Of the weights with which :func:`~rl_conformance.refits.unequal_engine` begins: far from the
+#: versions that the refits of a check have.
+_FIRST_VERSION = 1000
 
 #: Backends kept for the next check with the same configuration, of each kind.
 _KEPT = 3
@@ -241,8 +242,8 @@ class Context:
 
     @property
     def first_version(self) -> int:
-        """Of the weights of a new engine; those of a server came by a refit."""
-        return 0 if self.settings.url is None else 1
+        """Of the weights with which :func:`~rl_conformance.refits.unequal_engine` begins."""
+        return _FIRST_VERSION
 
     def generation(self, *, dtype: str | None = None, **config: Any) -> GenerationInterface:
         """A generation backend that is awake. Shared: leave it as it was."""
@@ -253,7 +254,7 @@ class Context:
         backend.prepare_for_generation()
         return backend
 
-    def refit_generation(self) -> GenerationInterface:
+    def refit_generation(self, **config: Any) -> GenerationInterface:
         """A generation backend that is awake, for checks that begin with a refit of all weights.
 
         Shared: its version and its weights are those that the check before left it with, whose
@@ -261,8 +262,8 @@ class Context:
         """
         self._exit.enter_context(warnings.catch_warnings())
         warnings.filterwarnings("ignore", ".* had version", LoopWarning)
-        path = str(self.model("qwen2", seed=0))
-        return self.generation(model_name=path, max_new_tokens=_REFIT_TOKENS)
+        config = {"model_name": str(self.model("qwen2", seed=0)), "max_new_tokens": 4, **config}
+        return self.generation(**config)
 
     def policy(self, *, dtype: str | None = None, **config: Any) -> ColocatablePolicyInterface:
         """A policy that is ready to score. Shared: do not train it."""

@@ -35,5 +35,6 @@ def describe(target: Target, settings: Settings) -> dict[str, Any]:
         "dtype": settings.dtype,
         "model": settings.model or "the suite's tiny models",
         "settings": json.dumps(own) if (own := target.own_settings(settings)) else None,
+        "layouts": ", ".join(target.layouts(settings)) or None,
         "date": dt.datetime.now(dt.UTC).isoformat(timespec="seconds"),
     }

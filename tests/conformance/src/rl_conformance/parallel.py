@@ -51,6 +51,7 @@ def run_in_processes(
         "--rl-dtype": settings.dtype,
         "--rl-model": settings.model and os.path.abspath(settings.model),
         "--rl-timeout": settings.timeout_s,
+        "--rl-layouts": settings.layouts,
         "--rl-known-failures": known_failures and os.path.abspath(known_failures),
         "-n": processes,
     }

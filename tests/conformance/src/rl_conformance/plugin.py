@@ -31,6 +31,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption(
         "--rl-timeout", metavar="SECONDS", type=float, help="for each check: 120 for most"
     )
+    group.addoption(
+        "--rl-layouts", choices=("few", "all"), default="few", help="over ranks: few, or all"
+    )
     group.addoption("--rl-known-failures", metavar="FILE", help="ledger of known failures (TOML)")
     group.addoption("--rl-report", metavar="FILE", type=Path, help="write the report as JSON")
 

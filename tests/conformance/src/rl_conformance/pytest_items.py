@@ -80,6 +80,7 @@ def harness_for(config: pytest.Config, find: Any, name: str, **settings: Any) ->
         "dtype": config.getoption("rl_dtype"),
         "model": config.getoption("rl_model"),
         "timeout_s": config.getoption("rl_timeout"),
+        "layouts": config.getoption("rl_layouts"),
         **{key: value for key, value in settings.items() if value is not None},
     }
     key = (name, Settings.of(**chosen))

@@ -10,6 +10,7 @@ import torch
 from rl_conformance.batches import generated_mask
 from rl_conformance.calls import noted
 from rl_conformance.expect import require
+from rl_conformance.reference import make_reference
 from rl_conformance.served import certain_prompts
 from rl_conformance.weights import engine_weights, policy_weights, same_weights
 from rl_core.batch import BatchedDataDict
@@ -30,9 +31,12 @@ __all__ = [
     "fresh_engine",
     "modes_of",
     "odd_tensors",
+    "own_backend",
     "run_refit",
     "scores_of_both",
+    "second_engine",
     "supports",
+    "unequal_engine",
     "unequal_pair",
     "whole_tensors",
 ]
@@ -43,17 +47,37 @@ DEADLINE_S = 30.0
 MODES: dict[str, dict[str, Any]] = {mode: {"mode": mode} for mode in ("direct", "packed")}
 
 
-def unequal_pair(
-    ctx: Context, **config: Any
-) -> tuple[ColocatablePolicyInterface, GenerationInterface]:
-    """A policy and an engine, awake, with different weights."""
+def unequal_pair(ctx: Context) -> tuple[ColocatablePolicyInterface, GenerationInterface]:
+    """A policy and the engine that refits share, awake, with different weights."""
     policy = ctx.fresh_policy(model_name=str(ctx.model("qwen2", seed=1)))
-    return policy, fresh_engine(ctx, **config)
+    return policy, unequal_engine(ctx)
 
 
-def fresh_engine(ctx: Context, **config: Any) -> GenerationInterface:
-    """An engine, awake, that a policy of :func:`unequal_pair` can be sent to."""
-    generation = ctx.fresh_generation(model_name=str(ctx.model("qwen2", seed=0)), **config)
+def unequal_engine(ctx: Context) -> GenerationInterface:
+    """The engine that refits share, awake.
+
+    A refit gives it the weights that it began with, under ``ctx.first_version``.
+    """
+    generation = ctx.refit_generation()
+    first = ctx.workshop.keep("first weights", "", lambda: own_backend(ctx, "policy", seed=0))
+    run_refit(first, generation, version=ctx.first_version)
+    return generation
+
+
+def second_engine(ctx: Context) -> GenerationInterface:
+    """Another engine that refits share, with the state that the check before left it in."""
+    return ctx.refit_generation(seed=2)
+
+
+def own_backend(ctx: Context, kind: str, *, seed: int, family: str = "qwen2", **config: Any) -> Any:
+    """The suite's own policy or engine, with a tiny model of that family and seed."""
+    config |= {"model_name": str(ctx.model(family, seed=seed)), "device": ctx.settings.device}
+    return make_reference(kind, config | {"torch_dtype": ctx.settings.dtype})
+
+
+def fresh_engine(ctx: Context) -> GenerationInterface:
+    """A new engine, awake, that a policy of :func:`unequal_pair` can be sent to."""
+    generation = ctx.fresh_generation(model_name=str(ctx.model("qwen2", seed=0)))
     generation.prepare_for_generation()
     return generation
 

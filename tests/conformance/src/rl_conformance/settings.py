@@ -24,6 +24,7 @@ class Settings:
         model: A checkpoint to use instead of the suite's own tiny models.
         timeout_s: Seconds that each check may take, in place of its own limit.
         url: Of a server that runs already, and that serves ``model``.
+        layouts: Which layouts over ranks are tried, see :meth:`Target.layouts`.
     """
 
     device: Literal["cpu", "cuda"] = "cpu"
@@ -31,6 +32,7 @@ class Settings:
     model: str | None = None
     timeout_s: float | None = None
     url: str | None = None
+    layouts: Literal["few", "all"] = "few"
 
     @classmethod
     def of(
@@ -40,6 +42,7 @@ class Settings:
         model: str | None = None,
         timeout_s: float | None = None,
         url: str | None = None,
+        layouts: Literal["few", "all"] = "few",
     ) -> Settings:
         """Settings; by default with the device's usual dtype.
 
@@ -58,7 +61,7 @@ class Settings:
                 fix="give the directory of a Hugging Face checkpoint",
                 key="model",
             )
-        return cls(device, dtype or _DTYPES[device], model, timeout_s, url)
+        return cls(device, dtype or _DTYPES[device], model, timeout_s, url, layouts)
 
     def options(self) -> list[str]:
         """Of `rl conformance run`, where these are not what it does without."""
@@ -68,8 +71,9 @@ class Settings:
             "model": self.model,
             "timeout": f"{self.timeout_s:g}" if self.timeout_s else None,
             "url": self.url,
+            "layouts": self.layouts,
         }
-        usual = {"device": "cpu", "dtype": _DTYPES[self.device]}
+        usual = {"device": "cpu", "dtype": _DTYPES[self.device], "layouts": "few"}
         return [
             part
             for key, value in given.items()

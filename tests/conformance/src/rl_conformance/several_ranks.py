@@ -6,8 +6,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from rl_conformance.batches import generated_mask
 from rl_conformance.expect import CheckFailed, require, same
 from rl_conformance.reference import make_reference
@@ -21,6 +19,8 @@ from rl_core.errors import ConfigError
 if TYPE_CHECKING:
     from collections.abc import Generator, Mapping
     from pathlib import Path
+
+    import torch
 
     from rl_conformance.context import Context
     from rl_core.interfaces import ColocatablePolicyInterface, LossFunction
@@ -96,7 +96,7 @@ def named_layouts(ctx: Context) -> Mapping[str, Any]:
 
 
 def layouts_of(ctx: Context) -> list[Layout]:
-    """The layouts that the plugin names, as far as there are GPUs for them."""
+    """The layouts that the run tries."""
     device, name = ctx.settings.device, ctx.target.name
     if not ctx.target.installed:
         ctx.not_run("the backend is not installed under a name", excused=True)
@@ -107,13 +107,10 @@ def layouts_of(ctx: Context) -> list[Layout]:
         f'{{"{device}": {{"sharded": {{"tp2": {{"ranks": 2, "config": {{...}}}}}}}}}}',
         "no layout",
     )
-    found = [Layout(name, **each) for name, each in named.items()]
-    if device == "cuda":
-        gpus = torch.cuda.device_count()
-        found = [layout for layout in found if layout.ranks <= gpus]
-        if not found:
-            ctx.not_run(f"every layout has more ranks than the {gpus} GPUs here", excused=True)
-    return found
+    layouts = ctx.target.layouts(ctx.settings)
+    if not layouts:
+        ctx.not_run("every layout has more ranks than there are GPUs here", excused=True)
+    return [Layout(name, **each) for name, each in layouts.items()]
 
 
 def policy_on(
@@ -245,7 +242,7 @@ def beside(
     """
     dtype = dtype or ctx.settings.dtype
 
-    most = max(_KEPT, len(named_layouts(ctx)))
+    most = max(_KEPT, len(ctx.target.layouts(ctx.settings)))
 
     def build() -> Beside:
         return Beside(ctx, layout, kind, dtype)

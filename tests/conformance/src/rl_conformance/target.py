@@ -102,6 +102,28 @@ class Target:
         """What the plugin wants for the models of a run, by kind or capability."""
         return self.tiny.get(settings.device, {}) if settings.model is None else {}
 
+    def layouts(self, settings: Settings) -> dict[str, Mapping[str, Any]]:
+        """The layouts of a copy over ranks that a run tries, as far as there are GPUs for them.
+
+        These are all, or few: the one with the most ranks, and each that sets a key to what no
+        layout with as many ranks or more sets it to.
+        """
+        layouts = self.tiny.get(settings.device, {}).get("sharded", {})
+        if settings.device == "cuda":
+            import torch
+
+            gpus = torch.cuda.device_count()
+            layouts = {name: each for name, each in layouts.items() if each["ranks"] <= gpus}
+        if settings.layouts == "all":
+            return dict(layouts)
+        few, covered = set[str](), set[str]()
+        for name, layout in sorted(layouts.items(), key=lambda item: -item[1]["ranks"]):
+            values = {repr(setting) for setting in layout["config"].items()}
+            if not few or values - covered:
+                few.add(name)
+                covered |= values
+        return {name: layout for name, layout in layouts.items() if name in few}
+
     def base_config(
         self, kind: str, settings: Settings, dtype: str | None = None
     ) -> dict[str, Any]:

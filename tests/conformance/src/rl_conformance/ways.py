@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from rl_conformance.expect import same, within
-from rl_conformance.reference import make_reference
-from rl_conformance.refits import agree, equal, modes_of, run_refit
+from rl_conformance.refits import agree, equal, modes_of, own_backend, run_refit, unequal_engine
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -31,23 +30,21 @@ __all__ = [
 
 def settable_trainer(ctx: Context, *, seed: int = 1) -> Any:
     """The suite's own policy; a check may change its ``model``; it fits :func:`engine_for`."""
-    config = {"model_name": str(ctx.model("qwen2", seed=seed)), "torch_dtype": ctx.settings.dtype}
-    config["device"] = ctx.settings.device
-    return ctx.closing(make_reference("policy", config))
+    return ctx.closing(own_backend(ctx, "policy", seed=seed))
 
 
 def engine_for(ctx: Context, side: str) -> Any:
     """An engine that is awake: the one under test, or the suite's own where a trainer is.
+
+    Its weights are others than those of a :func:`settable_trainer`.
 
     Args:
         ctx: Of the check.
         side: ``"engine"`` or ``"trainer"``: what is under test.
     """
     if side == "engine":
-        return ctx.refit_generation()
-    config = {"model_name": str(ctx.model("qwen2", seed=0)), "max_new_tokens": 3}
-    config |= {"torch_dtype": ctx.settings.dtype, "device": ctx.settings.device}
-    generation = ctx.closing(make_reference("generation", config))
+        return unequal_engine(ctx)
+    generation = ctx.closing(own_backend(ctx, "generation", seed=0, max_new_tokens=3))
     generation.prepare_for_generation()
     return generation
 

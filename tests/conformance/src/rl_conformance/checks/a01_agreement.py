@@ -19,7 +19,7 @@ from rl_conformance.diagnostics.engine import (
     test_max_model_len_respected,
 )
 from rl_conformance.expect import raises, require, same
-from rl_conformance.refits import run_refit, scores_of_both
+from rl_conformance.refits import run_refit, scores_of_both, unequal_pair
 from rl_conformance.registry import CORE, check
 from rl_conformance.training import AdvantageLoss, training_batch
 from rl_core.batch import BatchedDataDict
@@ -39,7 +39,7 @@ _ERRORS = "Log-prob error of the engine against the policy"
 @check("A1")
 def a_true_pair_passes(ctx: Context) -> None:
     """The same weights on both sides pass, greedy and sampled."""
-    policy, generation = ctx.fresh_pair(seed=1)
+    policy, generation = ctx.policy(), ctx.generation()
     data = ctx.prompts(*_PROMPTS)
     same(
         validate_log_probability_consistency(policy, generation, data),
@@ -54,8 +54,7 @@ def a_true_pair_passes(ctx: Context) -> None:
 @check("A1")
 def other_weights_do_not_pass(ctx: Context) -> None:
     """A pair with different weights gives False."""
-    policy = ctx.fresh_policy(model_name=str(ctx.model("qwen2", seed=1)))
-    generation = ctx.fresh_generation(model_name=str(ctx.model("qwen2", seed=0)))
+    policy, generation = unequal_pair(ctx)
     data = ctx.prompts(*_PROMPTS)
     same(
         validate_log_probability_consistency(policy, generation, data),
@@ -67,7 +66,7 @@ def other_weights_do_not_pass(ctx: Context) -> None:
 @check("A1")
 def an_empty_mask_is_an_error(ctx: Context) -> None:
     """Without one generated token there is nothing to agree on: DataError, not True."""
-    policy, generation = ctx.fresh_pair(max_model_len=16)
+    policy, generation = ctx.policy(), ctx.generation(max_model_len=16, max_new_tokens=4)
     with raises(DataError):
         validate_log_probability_consistency(policy, generation, ctx.prompts(16, 16))
 

@@ -192,20 +192,16 @@ def a_missing_engine_comes_with_its_command(ctx: Context) -> None:
         check_engine(provider, manifest)
 
 
-@check("D5", modules=("rl_ray",), device="cpu", timeout_s=300.0)
+@check("D5", modules=("rl_hosting",), device="cpu")
 def a_workers_exception_arrives_with_its_traceback(ctx: Context) -> None:
     """A WorkerError with the worker's traceback as text, which keeps its class if it is ours."""
     from rl_core.create import create_generation
-    from rl_ray import RayVirtualCluster
+    from rl_hosting import LocalCluster
 
     config = {"backend": "reference", "model_name": str(ctx.model())}
-    with RayVirtualCluster([1], use_gpus=False) as cluster:
-        backend = create_generation(config, cluster)
-        try:
-            with raises(WorkerError) as caught:
-                backend.generate(ctx.prompts(4, 4), greedy=True)  # it is still asleep
-        finally:
-            backend.shutdown()
+    backend = ctx.closing(create_generation(config, LocalCluster(1)))
+    with raises(WorkerError) as caught:
+        backend.generate(ctx.prompts(4, 4), greedy=True)  # it is still asleep
     raised(caught.error, LifecycleError)
     traced = caught.error.remote_traceback
     require("Traceback" in traced, "remote_traceback", "the worker's traceback", traced)

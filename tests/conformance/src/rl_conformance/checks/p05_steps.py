@@ -10,6 +10,7 @@ from rl_conformance.checks.common import policy_trained_on, scores_after, traine
 from rl_conformance.expect import require, same
 from rl_conformance.losses import LogitLikelihood, PairLoss, ReportingLoss, SequenceLikelihood
 from rl_conformance.registry import check
+from rl_conformance.several_ranks import policy_on
 from rl_conformance.training import (
     AdvantageLoss,
     NegativeLogLikelihood,
@@ -110,36 +111,30 @@ def one_step_for_each_global_batch(ctx: Context) -> None:
     ctx.measure_error(scores_after(at_once, probe), scores_after(in_turn, probe))
 
 
-@check("P5", modules=("rl_ray",), gpus=2, timeout_s=300.0)
+@check("P5", modules=("rl_hosting",), gpus=2, timeout_s=300.0)
 def two_ranks_train_as_one(ctx: Context) -> None:
     """Two workers with half of the global batch each: loss, norm and log-probs are those of one."""
-    from rl_core.create import create_policy
-    from rl_ray import RayVirtualCluster
-
     if not ctx.target.installed:
         ctx.not_run("the backend is not installed under a name", excused=True)
     # The ranks' counts of tokens are far apart: a mean over ranks is not the mean over tokens.
     data = training_batch(sorted(_LENGTHS, reverse=True))
     probe = training_batch((11, 6, 19, 4), seed=9)
     alone = trained_policy(ctx)
-    base = ctx.target.base_config("policy", ctx.settings)
-    config = base | training_config() | {"model_name": str(ctx.model())}
-    with RayVirtualCluster([2], use_gpus=ctx.settings.device == "cuda") as cluster:
-        ranks = create_policy(config, cluster)
-        try:
-            ranks.prepare_for_training()
-            for step in range(3):
-                if step == 2:  # nothing of what the second rank has counts
-                    data["sample_mask"][4:] = 0
-                one, two = (p.train(data, NegativeLogLikelihood()) for p in (alone, ranks))
-                ctx.measure_near("loss_error", two["loss"], one["loss"], ctx.tolerance[0])
-                norm, got = float(one["grad_norm"]), two["grad_norm"]
-                ctx.measure_near("grad_norm_relative_error", got, norm, _of_a_norm(ctx), norm)
-                for key in ("global_valid_toks", "global_valid_seqs", "conformance_tokens", "lr"):
-                    same(float(two[key]), float(one[key]), f"{key} on two ranks, as on one")
-            ctx.measure_error(scores_after(ranks, probe), scores_after(alone, probe))
-        finally:
-            ranks.shutdown()
+    config = training_config() | {"model_name": str(ctx.model())}
+    ranks = ctx.closing(policy_on(ctx, 2, config, ctx.settings.dtype))
+    ranks.prepare_for_training()
+    for step in range(4):
+        if step == 2:
+            data["sample_mask"][4:] = 0
+        if step == 3:  # one row counts, and so nothing of what the other rank has
+            data["sample_mask"][1:] = 0
+        one, two = (p.train(data, NegativeLogLikelihood()) for p in (alone, ranks))
+        ctx.measure_near("loss_error", two["loss"], one["loss"], ctx.tolerance[0])
+        norm, got = float(one["grad_norm"]), two["grad_norm"]
+        ctx.measure_near("grad_norm_relative_error", got, norm, _of_a_norm(ctx), norm)
+        for key in ("global_valid_toks", "global_valid_seqs", "conformance_tokens", "lr"):
+            same(float(two[key]), float(one[key]), f"{key} on two ranks, as on one")
+    ctx.measure_error(scores_after(ranks, probe), scores_after(alone, probe))
 
 
 @check("P8")

@@ -14,20 +14,20 @@ from rl_conformance.expect import NotRun, raises, require, same, same_tensor
 from rl_conformance.figures import Timeline
 from rl_conformance.peers import RemoteGeneration
 from rl_conformance.quiet import no_progress_bars
-from rl_conformance.reference import make_reference
 from rl_conformance.refits import (
     MODES,
     agree,
     equal,
-    fresh_engine,
     modes_of,
     odd_tensors,
+    own_backend,
     run_refit,
+    second_engine,
     supports,
     unequal_pair,
     whole_tensors,
 )
-from rl_conformance.registry import check
+from rl_conformance.registry import CORE, check
 from rl_conformance.served import certain_prompts
 from rl_conformance.training import NegativeLogLikelihood, training_batch
 from rl_conformance.ways import engine_for, exact, settable_trainer, shuffle, ways_of
@@ -102,8 +102,7 @@ def what_was_committed_stays(ctx: Context, mode: str) -> None:
     before = engine_weights(generation)
     _train(policy)
     same_weights(engine_weights(generation), before, "the engine after training")
-    other = fresh_engine(ctx)
-    run_refit(policy, other, mode=mode)
+    run_refit(policy, second_engine(ctx), mode=mode)
     same_weights(engine_weights(generation), before, "the engine after another's refit")
 
 
@@ -161,20 +160,24 @@ def small_buckets_split_large_tensors(ctx: Context, bucket_bytes: int) -> None:
     agree(ctx, policy, generation)
 
 
-@check("R7", cases={family: {"family": family} for family in ("llama", "qwen3")})
-def every_family_arrives(ctx: Context, family: str) -> None:
+_FAMILIES = {family: {"family": family} for family in ("llama", "qwen3")}
+
+
+@check("R7", needs=("policy",), cases=_FAMILIES)
+def every_family_is_sent(ctx: Context, family: str) -> None:
     """Tied and untied architectures."""
     policy = ctx.fresh_policy(model_name=str(ctx.model(family, seed=1)))
-    generation = ctx.fresh_generation(model_name=str(ctx.model(family, seed=0)))
-    generation.prepare_for_generation()
+    generation = ctx.closing(own_backend(ctx, "generation", family=family, seed=0))
     run_refit(policy, generation)
     equal(policy, generation)
 
 
-_BUCKETS = (64, 4096, 1 << 20)
+_BUCKETS: dict[str, dict[str, Any]] = {
+    f"buckets_of_{n}": {"bucket_bytes": n} for n in (256, 4096, 1 << 20)
+}
 
 
-@check("R7", cases={f"buckets_of_{n}": {"bucket_bytes": n} for n in _BUCKETS})
+@check("R7", cases=_BUCKETS, needs=(CORE,))
 def odd_tensors_arrive(ctx: Context, bucket_bytes: int) -> None:
     """Tied, strided, transposed, 0-d, empty, and many dtypes and sizes, bit for bit."""
     policy = ctx.closing(Trainer(odd_tensors(1, ctx.settings.device)))
@@ -183,7 +186,7 @@ def odd_tensors_arrive(ctx: Context, bucket_bytes: int) -> None:
     same_weights(engine.tensors, policy.tensors, "the engine")
 
 
-@check("R7", cases={f"buckets_of_{n}": {"bucket_bytes": n} for n in _BUCKETS})
+@check("R7", cases=_BUCKETS, needs=(CORE,))
 def odd_tensors_are_read_in_place(ctx: Context, bucket_bytes: int) -> None:
     """The same where the engine reads the trainer's own memory, into strided tensors or not."""
     policy = ctx.closing(Trainer(odd_tensors(1, ctx.settings.device)))
@@ -318,12 +321,10 @@ def what_arrives_is_what_is_saved(ctx: Context) -> None:
         same_weights({name: installed[name] for name in saved}, saved, "the engine")
 
 
-@check("R7", needs=("generation",), cases={f: {"family": f} for f in ("llama", "qwen3")})
+@check("R7", needs=("generation",), cases=_FAMILIES)
 def every_family_serves_what_arrived(ctx: Context, family: str) -> None:
     """Tied and untied architectures, again and again: their log-probs are the policy's."""
-    config = {"model_name": str(ctx.model(family, seed=1)), "torch_dtype": ctx.settings.dtype}
-    config["device"] = ctx.settings.device
-    policy = ctx.closing(make_reference("policy", config))
+    policy = ctx.closing(own_backend(ctx, "policy", family=family, seed=1))
     engine = ctx.fresh_generation(model_name=str(ctx.model(family, seed=0)))
     engine.prepare_for_generation()
     for version in (1, 2, 3):
@@ -346,7 +347,7 @@ def adapters_of_a_module_arrive_merged_once(ctx: Context) -> None:
             task_type="CAUSAL_LM", r=4, target_modules="all-linear", init_lora_weights=False
         )
         model: Any = peft.get_peft_model(base, settings)
-    generation = fresh_engine(ctx)
+    generation = ctx.refit_generation()
     data = certain_prompts(ctx, seed=0)
     generator = torch.Generator().manual_seed(1)
     for _ in range(2):
@@ -371,7 +372,7 @@ def adapters_of_a_module_arrive_merged_once(ctx: Context) -> None:
 @check("R1", needs=("policy",))
 def adapters_of_a_policy_arrive_merged_once(ctx: Context) -> None:
     """Train, refit, train, refit: the engine computes what the policy does with its adapters."""
-    policy, generation = adapted_policy(ctx), fresh_engine(ctx)
+    policy, generation = adapted_policy(ctx), ctx.refit_generation()
     for _ in range(2):
         train_adapters(policy)
         run_refit(policy, generation)

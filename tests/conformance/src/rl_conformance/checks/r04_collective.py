@@ -3,20 +3,28 @@
 from __future__ import annotations
 
 import time
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import distributed as dist
 
-from rl_conformance.checks.common import refit_in_sequence
+from rl_conformance.checks.common import refit_in_sequence, tensor_trainer
 from rl_conformance.doubles import Engines
 from rl_conformance.expect import raised, raises, require, same
 from rl_conformance.peers import RemoteGeneration
-from rl_conformance.reference import make_reference
-from rl_conformance.refits import DEADLINE_S, agree, equal, fresh_engine, run_refit
+from rl_conformance.refits import (
+    DEADLINE_S,
+    agree,
+    equal,
+    run_refit,
+    second_engine,
+    unequal_engine,
+)
 from rl_conformance.registry import check, refusal
 from rl_conformance.served import greedy, same_output
 from rl_conformance.training import NegativeLogLikelihood, training_batch
+from rl_conformance.ways import engine_for, settable_trainer
 from rl_core.errors import CapabilityError, RefitError
 from rl_core.futures import wait
 from rl_core.ports import free_port
@@ -28,26 +36,6 @@ if TYPE_CHECKING:
 _HOST = "127.0.0.1"
 
 
-def _policy(ctx: Context, side: str) -> Any:
-    """The policy under test, or the suite's own where an engine is."""
-    config = {"model_name": str(ctx.model("qwen2", seed=1))}
-    if side == "trainer":
-        return ctx.fresh_policy(**config)
-    config |= {"torch_dtype": ctx.settings.dtype}
-    return ctx.closing(make_reference("policy", config))
-
-
-def _engine(ctx: Context, side: str) -> Any:
-    """An engine under test, or the suite's own where a trainer is; awake."""
-    if side == "engine":
-        return fresh_engine(ctx)
-    config = {"model_name": str(ctx.model("qwen2", seed=0)), "max_new_tokens": 8}
-    config |= {"torch_dtype": ctx.settings.dtype}
-    generation = ctx.closing(make_reference("generation", config))
-    generation.prepare_for_generation()
-    return generation
-
-
 _SIZES: dict[str, dict[str, Any]] = {
     "newer_one_engine": {"older": False, "count": 1, "trainers": 1},
     "newer_two_trainers": {"older": False, "count": 1, "trainers": 2},
@@ -56,8 +44,9 @@ _SIZES: dict[str, dict[str, Any]] = {
 
 
 def _exact_twice(ctx: Context, side: str, older: bool, count: int, trainers: int) -> None:
-    policy = _policy(ctx, side)
-    engines = Engines(*[_engine(ctx, side) for _ in range(count)])
+    policy, first = tensor_trainer(ctx, side), engine_for(ctx, side)
+    another = partial(second_engine, ctx) if side == "engine" else partial(engine_for, ctx, side)
+    engines = Engines(first, *[another() for _ in range(count - 1)])
     # As ``trainers`` ranks, of which the first one sends.
     group = (_HOST, free_port(), trainers + engines.receiver_count)
     opening = policy.init_collective(*group, train_world_size=trainers)
@@ -93,7 +82,7 @@ def a_trainer_opens_a_group(ctx: Context, **case: Any) -> None:
 
 
 def _one_call(ctx: Context, side: str) -> None:
-    policy, engine = _policy(ctx, side), _engine(ctx, side)
+    policy, engine = tensor_trainer(ctx, side), engine_for(ctx, side)
     ours = not dist.is_initialized()
     if ours:
         store = dist.HashStore()  # type: ignore[attr-defined]
@@ -134,9 +123,9 @@ def one_call_is_enough_for_a_trainer(ctx: Context) -> None:
 @check("R4", needs=("generation",), timeout_s=240.0)
 def a_group_crosses_processes_and_survives_a_kill(ctx: Context) -> None:
     """Exact in an engine elsewhere; when it is killed it is named, and another takes over."""
-    policy = _policy(ctx, "engine")
+    policy = settable_trainer(ctx)
     with RemoteGeneration(ctx, model_name=str(ctx.model("qwen2", seed=0))) as generation:
-        both = Engines(generation, _engine(ctx, "engine"))
+        both = Engines(generation, unequal_engine(ctx))
         run_refit(policy, both, transport="collective")
         equal(policy, both.engines[1])
         agree(ctx, policy, generation)  # type: ignore[arg-type]
@@ -155,7 +144,7 @@ def a_group_crosses_processes_and_survives_a_kill(ctx: Context) -> None:
         )
         named = any(str(pid) in str(error) for pid in pids)
         require(named, "the RefitError", f"it names a process of {pids}", error)
-    recovered = Engines(both.engines[1], _engine(ctx, "engine"))
+    recovered = Engines(both.engines[1], engine_for(ctx, "trainer"))
     run_refit(policy, recovered, transport="collective")
     for engine in recovered.engines:
         equal(policy, engine)

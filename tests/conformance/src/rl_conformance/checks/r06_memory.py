@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import TYPE_CHECKING, Any
 
 from rl_conformance.checks.common import refit_in_sequence
 from rl_conformance.expect import raises, same
 from rl_conformance.leftovers import Leftovers
 from rl_conformance.memory import MemoryPeak
-from rl_conformance.refits import MODES, equal, run_refit, supports, unequal_pair
+from rl_conformance.refits import equal, modes_of, run_refit, unequal_pair
 from rl_conformance.registry import check, refusal
 from rl_conformance.served import greedy, same_output
 from rl_conformance.training import NegativeLogLikelihood, training_batch
+from rl_conformance.ways import every_pair, ways_of
 from rl_core.errors import CapabilityError
 
 if TYPE_CHECKING:
@@ -21,8 +23,12 @@ if TYPE_CHECKING:
 _REFITS = 100
 
 
-#: After which of them buffers and caches are warm.
-_WARM = 4
+#: Each of them comes after each.
+_MODES = ("direct", "packed", "delta", "staged")
+
+
+#: After which of the refits buffers and caches are warm: each mode was among them.
+_WARM = 2 * len(_MODES)
 
 
 #: Memory is watched for the last so many. What grows is watched again: an allocator settles.
@@ -33,29 +39,19 @@ _WATCHED, _LOOKS = 50, 6
 _MOST_GROWTH = 2 << 20
 
 
-@check("R6", cases=MODES, timeout_s=300.0)
-def refit_after_refit_stays_exact(ctx: Context, mode: str) -> None:
-    """A hundred refits of changing weights: each exact, and nothing grows."""
+@check("R6", timeout_s=300.0)
+def refit_after_refit_stays_exact(ctx: Context) -> None:
+    """A hundred refits of changing weights, in every mode by turns: each exact, nothing grows."""
     policy, generation = unequal_pair(ctx)
-    supports(ctx, policy, mode)
-    _repeat(ctx, policy, generation, mode=mode)
-
-
-@check("R6", capability="staged", timeout_s=300.0)
-def staged_refits_stay_exact(ctx: Context) -> None:
-    """The same with a second copy of the weights, which is taken and given back each time."""
-    policy, generation = unequal_pair(ctx)
-    _repeat(ctx, policy, generation, isolation="staged")
-
-
-def _repeat(ctx: Context, policy: Any, generation: Any, **options: Any) -> None:
     data, loss = training_batch((9, 14, 6)), NegativeLogLikelihood()
+    ways = ways_of(ctx, policy, "engine", *_MODES)
+    turns = itertools.cycle(every_pair(list(ways)))
 
     def refit(times: int) -> None:
         for _ in range(times):
             policy.prepare_for_training()
             policy.train(data, loss)
-            run_refit(policy, generation, **options)
+            ways[next(turns)](policy, generation)
             equal(policy, generation)
 
     refit(_WARM)
@@ -73,33 +69,28 @@ def _repeat(ctx: Context, policy: Any, generation: Any, **options: Any) -> None:
     ctx.measure("memory_growth", growth, _MOST_GROWTH, "bytes")
 
 
-_BUCKETS_OF = {f"buckets_of_{n >> 10}_KiB": {"bucket_bytes": n} for n in (64 << 10, 1 << 20)}
-
-
-@check("R12", cases=_BUCKETS_OF)
-def extra_memory_stays_bounded(ctx: Context, bucket_bytes: int) -> None:
-    """At no moment more than two buckets and the declared constant, and never a second copy."""
-    _bounded(ctx, 2 * bucket_bytes, bucket_bytes=bucket_bytes, mode="packed")
-
-
 @check("R12")
-def a_direct_refit_takes_no_buffers(ctx: Context) -> None:
-    """Once the tensors lie where engines read them, a refit takes no more than the constant."""
-    _bounded(ctx, 0, mode="direct")
+def extra_memory_stays_bounded(ctx: Context) -> None:
+    """At no moment more than two buckets and the declared constant, and never a second copy.
 
-
-def _bounded(ctx: Context, buffers: int, **options: Any) -> None:
-    """Measures a first refit, or a direct one once the tensors are where they are to be."""
+    A direct refit takes no buffers, once the tensors lie where engines read them.
+    """
     constant = ctx.manifest.refit_constant_bytes
     path = str(ctx.large_model(constant + constant // 2))
     policy, generation = ctx.fresh_policy(model_name=path), ctx.fresh_generation(model_name=path)
     generation.prepare_for_generation()
     generation.generate(ctx.prompts(5), greedy=True)  # checkpoints that are mapped are read by now
     policy.get_logprobs(training_batch((5,)))
-    if options["mode"] == "direct":
-        supports(ctx, policy, "direct")
-        run_refit(policy, generation, **options)
-    peak = MemoryPeak(trim=True)
+    for bucket in (64 << 10, 1 << 20):
+        _bounded(ctx, policy, generation, 2 * bucket, mode="packed", bucket_bytes=bucket)
+    if "direct" in modes_of(policy):
+        run_refit(policy, generation, mode="direct")
+        _bounded(ctx, policy, generation, 0, mode="direct")
+
+
+def _bounded(ctx: Context, policy: Any, generation: Any, buffers: int, **options: Any) -> None:
+    """Measures a refit."""
+    peak, constant = MemoryPeak(trim=True), ctx.manifest.refit_constant_bytes
     report = run_refit(policy, generation, **options)
     ctx.measure("buffers", report.extra_memory_bytes, buffers, "bytes")
     resident = "resident_peak" if peak.exact else "resident_kept"

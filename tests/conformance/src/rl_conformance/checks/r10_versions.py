@@ -10,7 +10,7 @@ import torch
 from rl_conformance.checks.common import change_nothing
 from rl_conformance.expect import raised, raises, require, same
 from rl_conformance.faults import failing_write, in_the_engine
-from rl_conformance.refits import attempt, equal, run_refit, unequal_pair
+from rl_conformance.refits import attempt, equal, fresh_engine, run_refit, unequal_pair
 from rl_conformance.registry import check
 from rl_conformance.served import greedy, made_by, same_output
 from rl_conformance.training import NegativeLogLikelihood, training_batch
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 @check("R10")
 def the_version_moves_on_commit(ctx: Context) -> None:
-    """Before the refit 0, after it 1, and every row has it, with the number of the trainer."""
+    """It is the new one after the refit, and every row has it, with the number of the trainer."""
     policy, generation = unequal_pair(ctx)
     same(generation.weights_version, ctx.first_version, "weights_version before the refit")
     report = run_refit(policy, generation)
@@ -37,8 +37,8 @@ def the_version_moves_on_commit(ctx: Context) -> None:
 @check("R10")
 def versions_of_two_trainers_are_distinguished(ctx: Context) -> None:
     """Two trainers commit one version: rows name the trainer, and the loop gets a warning."""
-    one, generation = unequal_pair(ctx)
-    two = ctx.fresh_policy(model_name=str(ctx.model("qwen2", seed=2)))
+    one, two = (ctx.fresh_policy(model_name=str(ctx.model("qwen2", seed=n))) for n in (1, 2))
+    generation = fresh_engine(ctx)  # an engine gives the warning once
     if ctx.settings.url is not None:
         ctx.not_run("a server has the weights of a trainer before the first", excused=True)
     origins: list[int] = []

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from rl_conformance.expect import raises, require, same
-from rl_conformance.reference import make_reference
 from rl_conformance.refits import equal, run_refit, unequal_pair
 from rl_conformance.registry import check, refusal
 from rl_conformance.served import greedy, same_output
+from rl_conformance.ways import settable_trainer
 from rl_core.errors import CapabilityError
 
 if TYPE_CHECKING:
@@ -22,10 +22,8 @@ def _scaled_pair(ctx: Context) -> tuple[Any, Any, dict[str, Any]]:
     known = "kv_cache_dtype" in ctx.target.config_keys.get("generation", ())
     usual = {"kv_cache_dtype": "fp8"} if known else {}
     own = ctx.target.tiny.get(ctx.settings.device, {}).get("kv_scales")
-    generation = ctx.fresh_generation(**(usual if own is None else own))
-    generation.prepare_for_generation()
-    config = {"model_name": str(ctx.model("qwen2", seed=1)), "torch_dtype": ctx.settings.dtype}
-    policy = ctx.closing(make_reference("policy", config))
+    generation = ctx.refit_generation(**(usual if own is None else own))
+    policy = settable_trainer(ctx)
     same(generation.requires_kv_scale_sync, True, "requires_kv_scale_sync with an FP8 cache")
     return policy, generation, policy.calibrate_qkv_fp8_scales(ctx.prompts(5, 9, 3))
 

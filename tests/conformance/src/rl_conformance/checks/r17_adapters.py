@@ -10,6 +10,7 @@ from rl_conformance.adapters import (
     adapted_layers,
     adapter_trainer,
     change_adapters,
+    new_engine_for_adapters,
     serving_adapters,
     with_adapters,
 )
@@ -17,7 +18,7 @@ from rl_conformance.batches import generated_mask
 from rl_conformance.doubles import Engines
 from rl_conformance.expect import raised, raises, same
 from rl_conformance.faults import dropping, failing_finish, failing_write, in_the_engine
-from rl_conformance.refits import attempt, fresh_engine, run_refit
+from rl_conformance.refits import attempt, run_refit, unequal_engine
 from rl_conformance.registry import check, refusal
 from rl_conformance.served import certain_prompts, greedy, made_by, same_output
 from rl_conformance.weights import engine_weights, same_weights
@@ -54,7 +55,7 @@ def _serves(ctx: Context, trainer: Any, generation: Any, version: int) -> None:
 @check("R17", needs=("generation",))
 def adapters_arrive_beside_the_base(ctx: Context) -> None:
     """The base serves, then the adapters of the last refit, on whatever way they came."""
-    trainer, generation = adapter_trainer(ctx), serving_adapters(ctx)
+    trainer, generation = adapter_trainer(ctx), new_engine_for_adapters(ctx)
     _serves(ctx, trainer, generation, 0)  # they are all 0
     for version, options in enumerate(_WAYS, 1):
         change_adapters(trainer, seed=version)
@@ -83,7 +84,8 @@ _FAULTS: dict[str, dict[str, Any]] = {
 @check("R17", needs=("generation",), cases=_FAULTS)
 def a_failed_refit_leaves_the_old_adapter(ctx: Context, fault: Any, how: dict[str, Any]) -> None:
     """Staged or not, in one of two engines: both serve the old adapter, and take the next one."""
-    trainer, generation, other = adapter_trainer(ctx), serving_adapters(ctx), serving_adapters(ctx)
+    trainer, generation = adapter_trainer(ctx), serving_adapters(ctx)
+    other = serving_adapters(ctx, seed=2)
     both = Engines(generation, other)
     change_adapters(trainer, seed=0)
     run_refit(trainer, both)
@@ -141,7 +143,7 @@ def other_adapters_are_refused_by_name(ctx: Context) -> None:
 @refusal("generation", "adapters")
 def adapters_are_refused(ctx: Context) -> None:
     """A refit of adapters does not match the engine's tensors, and changes nothing."""
-    trainer, generation = adapter_trainer(ctx), fresh_engine(ctx)
+    trainer, generation = adapter_trainer(ctx), unequal_engine(ctx)
     before = greedy(ctx, generation, seed=0)
     with raises(ManifestMismatchError):
         run_refit(trainer, generation)
