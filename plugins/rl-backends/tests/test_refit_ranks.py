@@ -351,34 +351,6 @@ def test_a_rank_with_torn_weights_is_named(trainer: Ranks, engine: Engine) -> No
         wait(sending, SOON)
 
 
-def test_who_comes_after_the_end_is_told(trainer: Ranks) -> None:
-    first, *others = trainer.ranks
-    with pytest.raises(ConfigError):
-        first.send_weights(transport=1)
-    [following] = others[0].send_weights(deadline_s=SOON)
-    with pytest.raises(RefitAborted, match=r"rank 0 of .*'transport' must be str"):
-        following.result(SOON)
-    first.cancel_refit(2)
-    with pytest.raises(RefitAborted, match="refit 2 was already requested or cancelled"):
-        first.send_weights(number=2)
-    [following] = others[0].send_weights(deadline_s=SOON)
-    with pytest.raises(RefitAborted, match="it was cancelled"):
-        following.result(SOON)
-    assert [part.closed for part in others[0].parts] == [1, 1]
-
-
-def test_a_follower_of_a_refit_before_the_one_that_runs_gets_its_end(
-    trainer: Ranks, engine: Engine
-) -> None:
-    first, *others = trainer.ranks
-    sending = first.send_weights(number=1, deadline_s=SOON)
-    sending += first.send_weights(number=2, deadline_s=SOON)
-    sending += [call for rank in others for call in rank.send_weights(number=2, deadline_s=SOON)]
-    engine.prepare_refit_info(first.prepare_refit_info() | {"number": 2})
-    wait([*sending[1:], *engine.receive_weights(deadline_s=SOON)], SOON)
-    assert isinstance(sending[0].exception(SOON), RefitAborted)
-
-
 def test_a_rank_whose_source_cannot_be_made_is_named(trainer: Ranks, engine: Engine) -> None:
     trainer.ranks[1].weight_source = lambda: 1 / 0  # type: ignore[method-assign]
     engine.prepare_refit_info(trainer.ranks[0].prepare_refit_info())

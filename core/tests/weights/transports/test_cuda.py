@@ -247,21 +247,6 @@ def test_the_gpu_is_found_where_it_has_another_index() -> None:
 
 @gpu
 @needs_gpu
-def test_a_hundred_uses_of_a_region_need_no_more_memory_than_one() -> None:
-    with created() as region, receiving(region) as receiver:
-        fill(region)
-        there = receiver.copy()[1]
-        here = torch.cuda.memory_allocated()
-        free = torch.cuda.mem_get_info()[0]
-        for _ in range(99):
-            expected = fill(region)
-            assert receiver.copy() == (expected, there)
-        assert torch.cuda.memory_allocated() == here
-        assert torch.cuda.mem_get_info()[0] == free
-
-
-@gpu
-@needs_gpu
 @pytest.mark.parametrize("receivers", [0, 1, 2])
 @pytest.mark.parametrize("killed", [False, True])
 def test_closing_frees_the_memory_whatever_receivers_did(receivers: int, killed: bool) -> None:
