@@ -233,6 +233,24 @@ def test_a_source_whose_refit_never_began_ends_no_other(trainer: Ranks, engine: 
     assert same(engine.sink.tensor, trainer.ranks[0].tensors)
 
 
+@pytest.mark.parametrize("where", ["open", "pieces", "half", "confirm"])
+def test_a_rank_that_fails_is_named_and_the_next_refit_works(
+    trainer: Ranks, engine: Engine, where: str
+) -> None:
+    def fail(name: str) -> None:
+        if name == where:
+            raise ValueError("out of luck")
+
+    trainer.ranks[-1].at = fail
+    with pytest.raises(RefitError, match=r"rank \d of \d .*failed: .*ValueError: out of luck") as e:
+        go(trainer, engine)
+    assert e.value.details["rank"] == len(trainer.ranks) - 1
+    trainer.ranks[-1].at = lambda name: None
+    assert trainer.closed() == [[1]] * len(trainer.ranks)
+    go(trainer, engine)
+    assert same(engine.sink.tensor, trainer.ranks[0].tensors)
+
+
 def test_a_source_that_cannot_be_closed_is_an_error(trainer: Ranks, engine: Engine) -> None:
     trainer.ranks[-1].at = lambda name: 1 / (name != "close")
     with pytest.raises(RefitError, match="could not be closed: ZeroDivisionError"):
@@ -380,6 +398,20 @@ def test_of_two_refits_that_are_counted_each_ends_alike_on_all_ranks(
     wait([*(second for _, second in calls.values()), *receiving], SOON)
     assert same(engine.sink.tensor, trainer.ranks[0].tensors)
     assert trainer.closed() == [[1, 1, 1]] + [[1, 1]] * (len(trainer.ranks) - 1)
+
+
+def test_tickets_are_of_all_ranks(trainer: Ranks, engine: Engine) -> None:
+    for version in (1, 2):
+        [keys], *_ = [rank.prepare_weights_for_ipc() for rank in trainer.ranks]
+        for rank in trainer.ranks:
+            with pytest.raises(ConfigError):
+                rank.get_weights_ipc_handles(keys[1:])
+        ticket, *others = [r.get_weights_ipc_handles(keys, deadline_s=SOON) for r in trainer.ranks]
+        assert others == [{}] * len(others)
+        assert engine.update_weights(ticket)
+        assert engine.receiver.version == version
+    go(trainer, engine)
+    assert same(engine.sink.tensor, trainer.ranks[0].tensors)
 
 
 def test_followers_do_nothing_where_rank_0_has_all(keep) -> None:
