@@ -138,7 +138,7 @@ def test_a_killed_run_goes_on_to_the_same_numbers(
 ) -> None:
     config = configured(model, tmp_path, checkpoint={"every": 2})
     given = [sys.executable, "-c", _RESUMED, json.dumps(config), json.dumps(ROWS), str(at)]
-    assert subprocess.run(given, timeout=200, capture_output=True).returncode == -signal.SIGKILL
+    assert subprocess.run(given, timeout=280, capture_output=True).returncode == -signal.SIGKILL
     if at == 2:  # before there was a checkpoint
         assert not list(tmp_path.glob("checkpoints/step-*"))
     config["checkpoint"]["resume"] = "auto"

@@ -89,7 +89,7 @@ def receiving(region: CudaRegion, **environment: str) -> Iterator[Receiver]:
     with receiver.process:
         try:
             yield receiver
-            receiver.process.communicate(timeout=60)
+            receiver.process.communicate(timeout=280)
         finally:
             receiver.process.kill()
 

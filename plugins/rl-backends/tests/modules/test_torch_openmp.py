@@ -51,7 +51,7 @@ def test_a_thread_that_waits_has_no_helpers():
         [sys.executable, "-c", PROGRAM],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=280,
         check=False,
     )
     assert not done.returncode, done.stderr
