@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -15,8 +14,6 @@ import torch
 from cluster_doubles import (
     BACKEND,
     CONFIG,
-    RAISE_DATA,
-    RAISE_FOREIGN,
     DoubleGeneration,
     PairLoss,
     manifest_in,
@@ -166,24 +163,6 @@ def test_a_bad_row_is_named_by_its_place_in_the_whole_batch(pair: RemoteGenerati
 # -- errors and deaths -----------------------------------------------------------------------------
 
 
-def test_an_exception_that_cannot_be_imported_here_arrives_as_text(pair: RemoteGeneration) -> None:
-    with pytest.raises(RuntimeError, match="the engine is on fire") as caught:
-        pair.generate(prompts([RAISE_FOREIGN]))
-    error = caught.value
-    assert isinstance(error, WorkerError)
-    assert error.remote_type == "only_in_workers.EngineError"
-    assert "in _fail" in error.remote_traceback
-    assert "worker-0" in str(error)
-
-
-def test_an_error_of_ours_keeps_class_fix_and_details(pair: RemoteGeneration) -> None:
-    with pytest.raises(DataError) as caught:
-        pair.generate(prompts([RAISE_DATA]))
-    error = caught.value
-    assert isinstance(error, WorkerError)
-    assert (error.fix, error.details["row"]) == ("mend it", 7)
-
-
 def test_a_backend_that_cannot_be_built_leaves_its_place_free(
     cluster: Cluster, manifest: Any
 ) -> None:
@@ -298,26 +277,6 @@ def test_replicas_of_different_versions_do_not_serve_until_a_refit(
 
 
 # -- policy ----------------------------------------------------------------------------------------
-
-
-def test_scores_keep_order_and_width(policy: RemotePolicy) -> None:
-    data = prompts(*RAGGED)
-    data["input_ids"] = torch.nn.functional.pad(data["input_ids"], (0, 3))
-    assert policy.get_logprobs(data)["logprobs"].equal(-data["input_ids"].float())
-    reference = policy.get_reference_logprobs(data)["reference_logprobs"]
-    assert reference.equal(-data["input_ids"].float())
-
-
-def test_every_step_is_divided_among_the_ranks_with_groups_whole(policy: RemotePolicy) -> None:
-    data = prompts(*[[row, row] for row in range(1, 13)], sample_mask=torch.ones(12))
-    result = policy.train(data, PairLoss(), gbs=6)
-    assert result == {"loss": 0.5, "rank": 0, "world_size": 2}
-    seen = [(Path(policy.config["model_name"]) / f"rank{rank}").read_text() for rank in (0, 1)]
-    # Three pairs a step: rank 0 fills up with the first pair, which does not count.
-    assert seen == [
-        "[1, 2, 1, 2, 7, 8, 1, 2] [1.0, 1.0, 0.0, 0.0, 1.0, 1.0, 0.0, 0.0] 8\n",
-        "[3, 4, 5, 6, 9, 10, 11, 12] [1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0] 8\n",
-    ]
 
 
 def test_a_loss_of_the_users_own_file_reaches_the_workers(policy: RemotePolicy) -> None:

@@ -92,7 +92,7 @@ runpy.run_module("examples.grpo", run_name="__main__", alter_sys=True)
 )
 def test_what_is_missing_is_said_before_anything_runs(command: list[str], words: str) -> None:
     done = subprocess.run(
-        [sys.executable, *command], cwd=ROOT, capture_output=True, text=True, timeout=120
+        [sys.executable, *command], cwd=ROOT, capture_output=True, text=True, timeout=280
     )
     assert done.returncode == 1
     assert words in done.stderr

@@ -113,7 +113,7 @@ def test_nox_ends_with_the_table_and_fails_where_a_part_did(tmp_path: Path) -> N
     tests = str(Path(__file__).resolve().parents[1])
     (tmp_path / "noxfile.py").write_text(NOXFILE.format(tests=tests))
     done = subprocess.run(
-        [sys.executable, "-m", "nox"], cwd=tmp_path, capture_output=True, text=True, timeout=120
+        [sys.executable, "-m", "nox"], cwd=tmp_path, capture_output=True, text=True, timeout=280
     )
     assert done.returncode == 1
     *_, bad, good, total, left_out, hint = done.stderr.splitlines()

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-import io
 import pickle
 
 import pytest
@@ -11,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rl_core.batch import BatchedDataDict, SlicedDataDict
+from rl_core.batch import BatchedDataDict
 from rl_core.errors import DataError, LifecycleError
 from rl_core.interfaces import GenerationDatumSpec
 
@@ -149,47 +147,6 @@ def test_a_microbatch_size_that_does_not_divide_is_refused_before_iterating(size
 def test_planned_microbatches_need_a_plan():
     with pytest.raises(LifecycleError, match="no plan"):
         make_batch().make_microbatch_iterator_with_dynamic_shapes()
-
-
-def planned_shard() -> SlicedDataDict:
-    shards, _ = make_batch(8).shard_by_batch_size(
-        2, 4, sequence_packing_args={"max_tokens_per_microbatch": 8}
-    )
-    return shards[0]
-
-
-def saved_and_loaded(batch: SlicedDataDict, weights_only: bool) -> SlicedDataDict:
-    buffer = io.BytesIO()
-    torch.save(batch, buffer)
-    buffer.seek(0)
-    loaded = torch.load(buffer, weights_only=weights_only)
-    assert isinstance(loaded, SlicedDataDict)
-    return loaded
-
-
-@pytest.mark.parametrize(
-    "passed_through",
-    [
-        lambda batch: pickle.loads(pickle.dumps(batch)),
-        lambda batch: saved_and_loaded(batch, weights_only=False),
-        lambda batch: saved_and_loaded(batch, weights_only=True),
-        copy.copy,
-        copy.deepcopy,
-    ],
-    ids=["pickle", "torch.load", "torch.load weights_only", "copy", "deepcopy"],
-)
-def test_a_shard_survives_bit_for_bit_with_its_plan(passed_through):
-    shard = planned_shard()
-    shard["features"][0, 0, 0] = float("nan")
-    shard["features"] = shard["features"].to(torch.bfloat16)
-    received = passed_through(shard)
-    assert type(received) is SlicedDataDict
-    assert torch.equal(received["features"].view(torch.int16), shard["features"].view(torch.int16))
-    del shard["features"], received["features"]
-    assert_same(received, shard)
-    assert received.micro_batch_indices == shard.micro_batch_indices
-    assert received.micro_batch_lengths == shard.micro_batch_lengths
-    assert received.elem_counts_per_gb == shard.elem_counts_per_gb
 
 
 def test_the_type_argument_does_not_travel():

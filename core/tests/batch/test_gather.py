@@ -49,7 +49,7 @@ def test_ranks_with_different_rows_and_widths_all_get_everything(tmp_path):
     ]
     try:
         for process in ranks:
-            _, errors = process.communicate(timeout=120)
+            _, errors = process.communicate(timeout=280)
             assert process.returncode == 0, errors
     finally:
         for process in ranks:

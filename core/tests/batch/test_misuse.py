@@ -132,18 +132,6 @@ def test_a_pad_value_beyond_the_dtype_is_refused(dtype, pad):
         BatchedDataDict.from_batches(batches, {"x": pad})
 
 
-def test_a_pad_value_of_the_dtype_pads():
-    ids = BatchedDataDict.from_batches([make_batch(1), make_batch(2)], {"input_ids": np.int64(9)})
-    assert ids["input_ids"][0].tolist() == [1, 9]
-    masks = [{"mask": torch.ones(1, 1) > 0}, {"mask": torch.ones(1, 2) > 0}]
-    assert BatchedDataDict.from_batches(masks, {"mask": True})["mask"].all()
-    scores = [{"x": torch.zeros(1, 1)}, {"x": torch.zeros(1, 2)}]
-    assert BatchedDataDict.from_batches(scores, {"x": math.nan})["x"].isnan().tolist() == [
-        [False, True],
-        [False, False],
-    ]
-
-
 def test_batches_may_come_from_a_generator_without_being_lost():
     merged = BatchedDataDict.from_batches(make_batch(rows=rows) for rows in (1, 2))
     assert merged.size == 3

@@ -9,7 +9,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rl_core.batch import pack
-from rl_core.batch.packing import ALGORITHMS
 from rl_core.errors import ConfigError, DataError
 
 CAPACITY = 24
@@ -111,25 +110,6 @@ def test_concatenative_gives_the_bins_of_the_naive_scan(lengths):
 def test_modified_first_fit_decreasing_gives_the_bins_of_the_plain_steps(lengths):
     expected = naive_modified_first_fit_decreasing(lengths, CAPACITY)
     assert pack(lengths, CAPACITY, "modified_first_fit_decreasing") == expected
-
-
-@given(
-    data=st.data(),
-    multiple=st.integers(1, 7),
-    rows_per_shard=st.integers(1, 8),
-    least=st.integers(0, 56),
-)
-def test_bins_are_a_multiple_and_enough_and_within_capacity(data, multiple, rows_per_shard, least):
-    rows = multiple * rows_per_shard
-    lengths = data.draw(st.lists(st.integers(1, CAPACITY), min_size=rows, max_size=rows))
-    least = min(least, rows)
-    algorithm = data.draw(st.sampled_from(sorted(ALGORITHMS)))
-    bins = pack(lengths, CAPACITY, algorithm, bin_multiple=multiple, min_bin_count=least)
-    plain = pack(lengths, CAPACITY, algorithm)
-    assert len(bins) % multiple == 0
-    assert 0 <= len(bins) - max(len(plain), least) < multiple
-    assert sorted(row for members in bins for row in members) == list(range(rows))
-    assert all(0 < sum(lengths[row] for row in members) <= CAPACITY for members in bins)
 
 
 @pytest.mark.parametrize("asked", [{"bin_multiple": 3}, {"min_bin_count": 3}])

@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-from itertools import chain
-
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
 from rl_core.batch import BatchedDataDict
-from rl_core.batch.packing import ALGORITHMS
 from rl_core.errors import ConfigError, DataError, MissingKeyError
 
 WIDTH = 12
@@ -25,71 +20,6 @@ def make_batch(lengths: list[int]) -> BatchedDataDict:
             "row": list(range(rows)),
         }
     )
-
-
-def rows_of(shards) -> list[list[int]]:
-    return [shard["row"] for shard in shards]
-
-
-def in_whole_groups(rows: list[int], group: int) -> bool:
-    return rows == [first + step for first in rows[::group] for step in range(group)]
-
-
-@pytest.mark.parametrize("way", ["dynamic", *sorted(ALGORITHMS)])
-@given(
-    data=st.data(),
-    shards=st.integers(1, 3),
-    chunks=st.integers(1, 3),
-    group=st.integers(1, 2),
-    rounding=st.sampled_from([1, 4, 5]),
-)
-def test_planned_shards_keep_groups_bounds_and_global_batches(
-    way, data, shards, chunks, group, rounding
-):
-    per_chunk = shards * group * data.draw(st.integers(1, 5))
-    size, bound = per_chunk * chunks, 30
-    lengths = data.draw(st.lists(st.integers(1, WIDTH), min_size=size, max_size=size))
-    args = {
-        "max_tokens_per_microbatch": bound,
-        "input_key": "input_ids",
-        "input_lengths_key": "input_lengths",
-    }
-    if way == "dynamic":
-        args = {"dynamic_batching_args": {**args, "sequence_length_round": rounding}}
-    else:
-        args |= {"sequence_length_pad_multiple": rounding, "algorithm": way}
-        args = {"sequence_packing_args": args}
-    batch = make_batch(lengths)
-    parts, order = batch.shard_by_batch_size(shards, per_chunk, **args, group_size=group)
-    assert list(chain(*rows_of(parts))) == order
-    assert sorted(order) == list(range(size))
-    for index in range(chunks):
-        batches = [part.get_batch(index) for part in parts]
-        counts = set()
-        for part in batches:
-            if way == "dynamic":
-                counts.add(part.get_microbatch_iterator_dynamic_shapes_len())
-                micro = list(part.make_microbatch_iterator_with_dynamic_shapes())
-                for one in micro:
-                    width = one["input_ids"].shape[1]
-                    assert one.size * width <= bound
-                    assert int(one["input_lengths"].max()) <= width
-                    assert width % rounding == 0 or width == WIDTH
-            else:
-                count, longest = part.get_microbatch_iterator_for_packable_sequences_len()
-                counts.add(count)
-                micro = list(part.make_microbatch_iterator_for_packable_sequences())
-                loads = [int((-(-m["input_lengths"] // rounding) * rounding).sum()) for m in micro]
-                assert loads == part.micro_batch_lengths[0] == sorted(loads, reverse=True)
-                assert 0 < max(loads) == longest <= bound
-            assert list(chain(*rows_of(micro))) == part["row"]
-            assert all(in_whole_groups(rows, group) for rows in rows_of(micro))
-        assert len(counts) == 1
-        assert {row // per_chunk for part in batches for row in part["row"]} == {index}
-    restored = BatchedDataDict.from_batches(parts)
-    restored.reorder_data(order)
-    assert restored["row"] == batch["row"]
-    assert torch.equal(restored["input_ids"], batch["input_ids"])
 
 
 def test_uneven_rows_can_be_packed():

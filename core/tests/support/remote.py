@@ -16,7 +16,7 @@ import torch
 from torch._C import _distributed_c10d as c10d
 
 #: Seconds in which a process answers, unless something is wrong.
-ANSWERS_S = 60.0
+ANSWERS_S = 200.0
 
 
 @cache

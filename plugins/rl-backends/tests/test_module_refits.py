@@ -16,7 +16,9 @@ from remote import Remote
 from torch import nn
 
 from rl_backends.modules import ModuleReceiver, ModuleSender
-from rl_core import CapabilityError, ConfigError, LifecycleError, RLError
+from rl_backends.tensors import module_tensors
+from rl_conformance.doubles import Engine
+from rl_core import CapabilityError, ConfigError, LifecycleError, RefitCorrupted, RLError
 from rl_core.futures import wait
 from rl_core.weights import refit
 

@@ -116,28 +116,6 @@ def test_a_rank_may_have_nothing(rows: int, ranks: int) -> None:
         assert len(pieces_of(last)) == (rows == 7)
 
 
-def test_chunks_of_chunks_are_several_boxes() -> None:
-    from torch.distributed.tensor.placement_types import _StridedShard
-
-    with rank_of(1, (2,)) as mesh:
-        local = torch.tensor([2.0, 3.0, 6.0, 7.0])
-        tensor = DTensor.from_local(
-            local, mesh, [_StridedShard(0, split_factor=2)], run_check=False, shape=torch.Size([8]),
-            stride=(1,),
-        )  # fmt: skip
-        found = [(box, view.tolist()) for box, view in pieces_of(tensor)]
-    assert found == [(((2, 4),), [2.0, 3.0]), (((6, 8),), [6.0, 7.0])]
-
-
-def test_a_whole_tensor_is_one_box_and_an_empty_one_none() -> None:
-    strided = numbered(4, 6).t()[1:]
-    [(box, view)] = pieces_of(strided)
-    assert box == ((0, 5), (0, 4))
-    assert view.stride() == strided.stride()
-    assert pieces_of(torch.empty(0, 3)) == []
-    assert [box for box, _ in pieces_of(torch.tensor(1.0))] == [()]
-
-
 def test_partial_sums_are_refused() -> None:
     with rank_of(0, (2,)) as mesh:
         tensor = DTensor.from_local(numbered(2), mesh, [Partial()], run_check=False)

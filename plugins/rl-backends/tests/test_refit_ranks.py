@@ -233,6 +233,24 @@ def test_a_source_whose_refit_never_began_ends_no_other(trainer: Ranks, engine: 
     assert same(engine.sink.tensor, trainer.ranks[0].tensors)
 
 
+@pytest.mark.parametrize("where", ["open", "pieces", "half", "confirm"])
+def test_a_rank_that_fails_is_named_and_the_next_refit_works(
+    trainer: Ranks, engine: Engine, where: str
+) -> None:
+    def fail(name: str) -> None:
+        if name == where:
+            raise ValueError("out of luck")
+
+    trainer.ranks[-1].at = fail
+    with pytest.raises(RefitError, match=r"rank \d of \d .*failed: .*ValueError: out of luck") as e:
+        go(trainer, engine)
+    assert e.value.details["rank"] == len(trainer.ranks) - 1
+    trainer.ranks[-1].at = lambda name: None
+    assert trainer.closed() == [[1]] * len(trainer.ranks)
+    go(trainer, engine)
+    assert same(engine.sink.tensor, trainer.ranks[0].tensors)
+
+
 def test_a_source_that_cannot_be_closed_is_an_error(trainer: Ranks, engine: Engine) -> None:
     trainer.ranks[-1].at = lambda name: 1 / (name != "close")
     with pytest.raises(RefitError, match="could not be closed: ZeroDivisionError"):
@@ -351,34 +369,6 @@ def test_a_rank_with_torn_weights_is_named(trainer: Ranks, engine: Engine) -> No
         wait(sending, SOON)
 
 
-def test_who_comes_after_the_end_is_told(trainer: Ranks) -> None:
-    first, *others = trainer.ranks
-    with pytest.raises(ConfigError):
-        first.send_weights(transport=1)
-    [following] = others[0].send_weights(deadline_s=SOON)
-    with pytest.raises(RefitAborted, match=r"rank 0 of .*'transport' must be str"):
-        following.result(SOON)
-    first.cancel_refit(2)
-    with pytest.raises(RefitAborted, match="refit 2 was already requested or cancelled"):
-        first.send_weights(number=2)
-    [following] = others[0].send_weights(deadline_s=SOON)
-    with pytest.raises(RefitAborted, match="it was cancelled"):
-        following.result(SOON)
-    assert [part.closed for part in others[0].parts] == [1, 1]
-
-
-def test_a_follower_of_a_refit_before_the_one_that_runs_gets_its_end(
-    trainer: Ranks, engine: Engine
-) -> None:
-    first, *others = trainer.ranks
-    sending = first.send_weights(number=1, deadline_s=SOON)
-    sending += first.send_weights(number=2, deadline_s=SOON)
-    sending += [call for rank in others for call in rank.send_weights(number=2, deadline_s=SOON)]
-    engine.prepare_refit_info(first.prepare_refit_info() | {"number": 2})
-    wait([*sending[1:], *engine.receive_weights(deadline_s=SOON)], SOON)
-    assert isinstance(sending[0].exception(SOON), RefitAborted)
-
-
 def test_a_rank_whose_source_cannot_be_made_is_named(trainer: Ranks, engine: Engine) -> None:
     trainer.ranks[1].weight_source = lambda: 1 / 0  # type: ignore[method-assign]
     engine.prepare_refit_info(trainer.ranks[0].prepare_refit_info())
@@ -408,6 +398,20 @@ def test_of_two_refits_that_are_counted_each_ends_alike_on_all_ranks(
     wait([*(second for _, second in calls.values()), *receiving], SOON)
     assert same(engine.sink.tensor, trainer.ranks[0].tensors)
     assert trainer.closed() == [[1, 1, 1]] + [[1, 1]] * (len(trainer.ranks) - 1)
+
+
+def test_tickets_are_of_all_ranks(trainer: Ranks, engine: Engine) -> None:
+    for version in (1, 2):
+        [keys], *_ = [rank.prepare_weights_for_ipc() for rank in trainer.ranks]
+        for rank in trainer.ranks:
+            with pytest.raises(ConfigError):
+                rank.get_weights_ipc_handles(keys[1:])
+        ticket, *others = [r.get_weights_ipc_handles(keys, deadline_s=SOON) for r in trainer.ranks]
+        assert others == [{}] * len(others)
+        assert engine.update_weights(ticket)
+        assert engine.receiver.version == version
+    go(trainer, engine)
+    assert same(engine.sink.tensor, trainer.ranks[0].tensors)
 
 
 def test_followers_do_nothing_where_rank_0_has_all(keep) -> None:

@@ -9,42 +9,21 @@ from pathlib import Path
 
 import pytest
 from killable import (
-    LATE,
     Cast,
     EngineParty,
     TrainerParty,
-    assert_names,
-    assert_names_the_sender,
     begin,
     census,
     gained,
     introduce,
     refit,
 )
-from simple_pair import until
 
-from rl_core.errors import RefitAborted, RefitPeerError, WeightsTornError
+from rl_core.errors import RefitPeerError
 
 pytestmark = [pytest.mark.concerns("core/"), pytest.mark.usefixtures("nothing_is_left")]
 
 OLD, NEXT = 0, 2
-
-
-@pytest.mark.parametrize(
-    ("at", "phase"), [("device", "PREPARE"), (LATE, "TRANSFER"), ("confirm", "TRANSFER")]
-)
-def test_an_engine_elsewhere_survives_a_trainer_that_is_killed(stack, at, phase):
-    cast = Cast(stack, transport="collective")
-    engine, trainer = cast.here(EngineParty), cast.elsewhere(TrainerParty)
-    introduce(trainer, engine)
-    trainer.stall(at)
-    begin(trainer, engine)
-    trainer.reached()
-    until(lambda: engine.phase() == phase)
-    trainer.kill()
-    assert_names_the_sender(engine.failure(), phase)
-    assert engine.torn() == (phase == "TRANSFER")
-    refit(cast.elsewhere(TrainerParty), engine, seed=NEXT)
 
 
 def test_an_engine_that_meets_another_trainer_clears_away_what_the_first_left(stack):
@@ -68,34 +47,6 @@ def test_the_next_trainer_clears_away_what_one_left_that_no_engine_saw_die(stack
     os.utime(left, (0, 0))
     cast.here(TrainerParty).info()
     assert not left.exists()
-
-
-@pytest.mark.parametrize("bystanders", [0, 1])
-@pytest.mark.parametrize(
-    ("at", "phase"),
-    [(None, "PREPARE"), ("write", "TRANSFER"), ("finish", "SEAL"), ("commit", "COMMIT")],
-)
-def test_a_trainer_and_engines_elsewhere_survive_an_engine_that_is_killed(
-    stack, at, phase, bystanders
-):
-    cast = Cast(stack, transport="collective")
-    trainer, victim = cast.here(TrainerParty), cast.elsewhere(EngineParty)
-    others = [cast.here(EngineParty) for _ in range(bystanders)]
-    introduce(trainer, victim, *others)
-    if at is None:
-        victim.generate()
-    else:
-        victim.stall(at)
-    begin(trainer, victim, *others)
-    if at is not None:
-        victim.reached()
-    until(lambda: trainer.phase() == phase)
-    victim.kill()
-    assert_names(victim, trainer.failure(), phase)
-    for other in others:
-        assert isinstance(other.failure(), RefitAborted | WeightsTornError | None)
-        assert other.version() == trainer.version() == (phase == "COMMIT")
-    refit(trainer, cast.elsewhere(EngineParty), *others, seed=NEXT)
 
 
 # -- what survivors hold ---------------------------------------------------------------------------

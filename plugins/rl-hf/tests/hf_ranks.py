@@ -33,7 +33,7 @@ def run_ranks(script: str, size: int, *arguments: Any) -> list[dict[str, Any]]:
         for rank in range(size)
     ]
     try:
-        outputs = [worker.communicate(timeout=120)[0] for worker in started]
+        outputs = [worker.communicate(timeout=280)[0] for worker in started]
     finally:
         for worker in started:
             worker.kill()

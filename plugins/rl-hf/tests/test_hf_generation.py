@@ -119,6 +119,6 @@ def test_a_process_that_ends_while_it_decodes_ends_well(tiny):
         time.sleep(1.0)
     """
     ended = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, timeout=120
+        [sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, timeout=280
     )
     assert (ended.returncode, ended.stderr) == (0, "")

@@ -259,7 +259,9 @@ ADAPTERS = """
 """
 
 
-@pytest.mark.parametrize(("size", "dtype"), [(2, "bfloat16"), (3, "float32")])
+@pytest.mark.parametrize(
+    ("size", "dtype"), [(2, "bfloat16"), pytest.param(3, "float32", marks=pytest.mark.full)]
+)
 def test_each_rank_has_all_adapters_and_merges_its_boxes_alone(tiny, tmp_path, size, dtype):
     # Of the four rows of k_proj and v_proj the last of three ranks has none.
     path = tiny("llama", vocab_size=269, head_dim=4, num_key_value_heads=1)

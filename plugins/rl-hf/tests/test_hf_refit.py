@@ -59,31 +59,6 @@ def moved(tiny, engine) -> Iterator[HuggingFacePolicy]:
     policy.shutdown()
 
 
-def test_the_engine_is_written_in_place(moved, engine):
-    assert same(weights(engine._model), weights(moved.model))
-    before = {n: p.data_ptr() for n, p in engine._model.named_parameters()}
-    train(moved)
-    refit(moved, engine)
-    assert same(weights(engine._model), weights(moved.model))
-    assert {n: p.data_ptr() for n, p in engine._model.named_parameters()} == before
-
-
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_training_goes_on_as_if_there_had_been_no_refit(tiny, dtype):
-    plain = HuggingFacePolicy(str(tiny()), torch_dtype=dtype, **OPTIONS)
-    policy = HuggingFacePolicy(str(tiny()), torch_dtype=dtype, **OPTIONS)
-    engine = HuggingFaceGeneration(str(tiny(seed=1)), torch_dtype=dtype)
-    expected, losses = [train(plain) for _ in range(4)], []
-    for _ in range(4):
-        losses.append(train(policy))
-        assert refit(policy, engine).mode == "direct"
-        assert same(weights(engine._model), weights(policy.model))
-    assert losses == expected
-    assert same(weights(policy.model), weights(plain.model))
-    for backend in (plain, policy, engine):
-        backend.shutdown()
-
-
 def test_the_parameters_stay_the_same_objects(tiny, engine):
     policy = HuggingFacePolicy(str(tiny()), **OPTIONS)
     before = dict(policy.model.named_parameters())

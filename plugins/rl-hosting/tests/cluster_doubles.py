@@ -39,7 +39,7 @@ from rl_core.plugins.manifest import (
 
 VOCAB, PAD, EOS, CONTEXT = 1000, 0, 1, 64
 #: Tokens of a prompt that make the double fail.
-RAISE_FOREIGN, RAISE_DATA, EXIT, FINISH_LATE = 901, 902, 903, 904
+RAISE_FOREIGN, RAISE_DATA, EXIT = 901, 902, 903
 
 NONE = Capability("unsupported", reason="a double")
 BACKEND = BackendManifest(
@@ -86,16 +86,10 @@ class DoubleGeneration(GenerationBackend):
             del self.facts
 
     def complete(self, prompts: Any, sampling: Any) -> Iterator[Completion]:
-        late = []
         for row in range(len(prompts)):
             ids = prompts.token_ids(row)
             self._fail(ids)
-            done = self._completion(row, ids, prompts, sampling)
-            if FINISH_LATE in ids:
-                late.append(done)
-            else:
-                yield done
-        yield from late
+            yield self._completion(row, ids, prompts, sampling)
 
     def _completion(self, row: int, ids: list[int], prompts: Any, sampling: Any) -> Completion:
         if sampling.greedy:

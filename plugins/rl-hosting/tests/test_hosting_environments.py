@@ -145,7 +145,7 @@ def test_the_example_of_the_readme_runs(tmp_path):
     ):
         (tmp_path / name).write_text(code)
     done = subprocess.run(
-        [sys.executable, "example.py"], cwd=tmp_path, capture_output=True, text=True, timeout=120
+        [sys.executable, "example.py"], cwd=tmp_path, capture_output=True, text=True, timeout=280
     )
     assert done.returncode == 0, done.stderr
     [said] = re.findall(r"```text\n(.*?)```", README.read_text(), re.DOTALL)

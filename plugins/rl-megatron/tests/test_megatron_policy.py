@@ -60,6 +60,7 @@ def close(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor], atol: float = 
         torch.testing.assert_close(tensor, b[name], atol=atol, rtol=1e-4, msg=name)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", MODELS)
 def test_scores_and_steps_are_those_of_rl_hf(tiny, built, name):
     family, more = MODELS[name]
@@ -96,6 +97,7 @@ def test_what_dropout_keeps_is_scaled_up(tiny, built):
     assert scored == pytest.approx(expected, rel=1e-6)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("family", ["qwen2", "qwen3_moe"])
 def test_bfloat16_weights_are_float32_masters_rounded(tiny, built, family):
     path = str(tiny(family))

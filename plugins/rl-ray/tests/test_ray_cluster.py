@@ -112,7 +112,7 @@ def test_futures_of_workers_are_object_refs_and_can_be_waited_for_with_others(
     reference = policy._group.remote(0, "work", "call", "get_logprobs", (prompts([1, 2]),), {})
     assert isinstance(reference, ray.ObjectRef)
     expected = torch.tensor([[-1.0, -2.0]])
-    assert ray.get(reference, timeout=60)["logprobs"].equal(expected)
+    assert ray.get(reference, timeout=280)["logprobs"].equal(expected)
     found, other = wait([reference, spawn("other", lambda: "other")], 60)
     assert (found["logprobs"].equal(expected), other) == (True, "other")
 

@@ -25,7 +25,6 @@ from rl_core.errors import (
     DataError,
     DeadlineError,
     RLError,
-    WorkerDiedError,
 )
 from rl_hf.generation import HuggingFaceGeneration
 from rl_hf.policy import HuggingFacePolicy
@@ -139,7 +138,7 @@ def test_a_killed_run_goes_on_to_the_same_numbers(
 ) -> None:
     config = configured(model, tmp_path, checkpoint={"every": 2})
     given = [sys.executable, "-c", _RESUMED, json.dumps(config), json.dumps(ROWS), str(at)]
-    assert subprocess.run(given, timeout=200, capture_output=True).returncode == -signal.SIGKILL
+    assert subprocess.run(given, timeout=280, capture_output=True).returncode == -signal.SIGKILL
     if at == 2:  # before there was a checkpoint
         assert not list(tmp_path.glob("checkpoints/step-*"))
     config["checkpoint"]["resume"] = "auto"
@@ -521,29 +520,6 @@ def test_sigterm_amid_a_save_lets_it_end(
     assert figures(tmp_path) == unbroken
 
 
-def test_a_replacement_that_does_not_start_is_one_of_the_restarts(
-    model: Path, tmp_path: Path, unbroken: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    starts, start_engine, refit = [], Backends.start_engine, Backends.refit
-
-    def start(self: Backends) -> None:
-        starts.append(None)
-        if len(starts) in (2, 3):
-            raise WorkerDiedError("it ended while it started", fix="look")
-        start_engine(self)
-
-    def fails(self: Backends, version: int) -> Any:
-        if len(starts) == 1 and version == 3:
-            raise WorkerDiedError("the engine is dead", fix="look")
-        return refit(self, version)
-
-    monkeypatch.setattr(Backends, "start_engine", start)
-    monkeypatch.setattr(Backends, "refit", fails)
-    train(configured(model, tmp_path), rows=ROWS, eval_rows=ROWS[:4])
-    assert len(starts) == 4
-    assert figures(tmp_path) == unbroken
-
-
 def test_a_run_goes_on_with_the_same_data_and_configuration_alone(
     model: Path, tmp_path: Path
 ) -> None:
@@ -675,22 +651,6 @@ def test_a_reply_that_is_too_long_ends_the_episode(model: Path, tmp_path: Path) 
     metrics = played(model, tmp_path, "long").metrics
     assert metrics["completions/clipped_ratio"] == 1
     assert metrics["completions/max_length"] <= 4
-
-
-@pytest.mark.filterwarnings("ignore:for every prompt, the rewards:rl_core.LoopWarning")
-def test_evaluations_of_several_turns_can_be_greedy(
-    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    calls, generate = [], HuggingFaceGeneration.generate
-
-    def seen(self: Any, data: Any, greedy: bool = False) -> Any:
-        calls.append(greedy)
-        return generate(self, data, greedy)
-
-    monkeypatch.setattr(HuggingFaceGeneration, "generate", seen)
-    played(model, tmp_path, "ends", evaluation={"greedy": True})
-    assert calls[:2] == [True, True]
-    assert not any(calls[2:-2])
 
 
 @pytest.mark.parametrize(

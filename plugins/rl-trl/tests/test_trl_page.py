@@ -25,7 +25,7 @@ def test_the_quick_start_runs_and_prints_what_the_page_says(tmp_path):
         env={**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=280,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     said = re.search(r"reward 0\.(\d+) to 0\.(\d+), (\d+) refits", done.stdout)

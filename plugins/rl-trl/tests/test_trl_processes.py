@@ -31,7 +31,7 @@ def test_two_processes_do_what_one_does(model, tmp_path):
         env={**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=280,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     runpy.run_path(SCRIPT)["main"](str(model), str(one))

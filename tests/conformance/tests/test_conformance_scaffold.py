@@ -31,7 +31,7 @@ TUTORIAL = ROOT / "docs" / "write-a-backend.md"
 
 def _python(*arguments: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=60)
+    return subprocess.run(command, capture_output=True, text=True, timeout=280)
 
 
 def rl_new(*arguments: str) -> int:

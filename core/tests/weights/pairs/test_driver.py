@@ -265,16 +265,6 @@ def test_a_transport_of_another_distribution_is_used(install: Install, pair):
     assert same(trainer.source.tensor, engine.sink.tensor)
 
 
-def test_a_transport_of_another_distribution_is_opened_by_the_refit(install: Install, pair):
-    source = "from rl_core.weights.transports.ipc import IPC as PIGEON\n"
-    install("rl-pigeon", {TRANSPORTS: {"pigeon": "pigeon:PIGEON"}}, {"pigeon": source})
-    trainer, engine = pair
-    for version in (1, 2):
-        report = go(trainer, engine, transport="pigeon")
-        assert (report.transport, report.version) == ("pigeon", version)
-        assert same(trainer.source.tensor, engine.sink.tensor)
-
-
 def test_two_providers_of_one_transport_are_both_named(install: Install):
     install("rl-owl", {TRANSPORTS: {"ipc": "owl:IPC"}})
     with pytest.raises(AmbiguousBackendError) as caught:

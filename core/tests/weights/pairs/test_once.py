@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
 import gc
-import time
 import weakref
 from typing import Any
 
@@ -33,7 +31,6 @@ from rl_core.errors import (
     RefitProtocolError,
     WeightsTornError,
 )
-from rl_core.futures import spawn
 from rl_core.weights.protocol.messages import PROTOCOL
 from rl_core.weights.sending import send_job as _send_job
 
@@ -142,22 +139,6 @@ def test_what_a_transport_raises_ends_the_refit_on_both_sides(both):
 
 
 # -- calls that belong together --------------------------------------------------------------------
-
-
-def test_descriptions_asked_for_at_once_name_one_end(both, monkeypatch):
-    """An end that another one replaces is closed, and no engine could reach it."""
-    trainer, _ = both
-    honest = trainer.sender.runtime.transport
-
-    def slow(name: str) -> Any:
-        time.sleep(0.1)
-        return honest(name)
-
-    runtime = dataclasses.replace(trainer.sender.runtime, transport=slow)
-    monkeypatch.setattr(trainer.sender, "runtime", runtime)
-    asked = [spawn("prepare", trainer.prepare_refit_info) for _ in range(3)]
-    addresses = [each.result(SOON)["addresses"]["ipc"]["endpoint"] for each in asked]
-    assert len(set(addresses)) == 1
 
 
 def test_an_engine_does_not_wait_for_a_refit_that_the_trainer_could_not_begin(both, monkeypatch):

@@ -9,7 +9,6 @@ import pytest
 from simple_pair import SOON, Trainer, go
 
 from rl_core import LoopWarning
-from rl_core.futures import wait
 from rl_core.weights.protocol.frames import origin_of
 
 
@@ -49,21 +48,6 @@ def test_a_loop_is_told_once_that_its_engine_had_another_trainer(pair, anew):
     assert go(trainer, engine).taken_over == [
         {"name": "engine", "origin": anew.sender.origin, "version": 2}
     ]
-
-
-def test_another_transport_has_the_same_origin(pair):
-    trainer, engine = pair
-    origin = go(trainer, engine).origin
-    port = trainer.prepare_refit_info()["port"]
-    opening = trainer.sender.open("collective", SOON, ip="127.0.0.1", port=port, receivers=1)
-    engine.prepare_refit_info(trainer.prepare_refit_info())
-    place = {"ip": "127.0.0.1", "port": port}
-    wait([opening, engine.receiver.open("collective", SOON, place)], SOON)
-    report = go(trainer, engine, transport="collective")
-    assert (report.version, report.origin, report.taken_over) == (2, origin, [])
-    trainer.sender.release_weights()
-    engine.receiver.release_weights()
-    assert go(trainer, engine).origin == origin
 
 
 def test_a_module_has_one_origin_as_long_as_it_lives():

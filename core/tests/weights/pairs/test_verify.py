@@ -95,16 +95,6 @@ def test_installed_catches_a_tensor_that_is_not_as_it_was_agreed_on(pair, wrong)
     assert receiver.details["tensors"] == ["half"]
 
 
-def test_installed_catches_an_alias_that_was_not_refreshed(keep):
-    weight = torch.randn(30, 20)
-    ties = {"head": "embed"}
-    trainer = keep(Trainer({"embed": weight, "head": weight}, ties))
-    engine = keep(Engine({"embed": torch.zeros(30, 20), "head": torch.zeros(30, 20)}, ties))
-    _, receiver = fails(trainer, engine, verify="installed")
-    assert isinstance(receiver, RefitCorrupted)
-    assert receiver.details["tensors"] == ["head"]
-
-
 def test_installed_of_an_engine_that_cannot_read_is_a_capability_error(keep, pair):
     trainer, _ = pair
     engine = keep(Engine(blank(trainer.source.tensor), kind=MuteSink))

@@ -179,34 +179,6 @@ def test_a_trainer_and_its_other_engines_survive_an_engine_that_is_killed(
 
 
 @pytest.mark.parametrize("bystanders", [0, 1])
-def test_an_engine_killed_while_others_are_awaited_is_named(stack, bystanders):
-    cast = Cast(stack)
-    trainer, victim = cast.here(TrainerParty), cast.elsewhere(EngineParty)
-    others = [cast.here(EngineParty) for _ in range(bystanders)]
-    introduce(trainer, victim, *others)
-    begin(trainer, victim, *others, receivers=2 + bystanders)
-    until(lambda: trainer.ready() == 1 + bystanders)
-    victim.kill()
-    assert_names(victim, trainer.failure(), "DISCOVER")
-    for other in others:
-        assert isinstance(other.failure(), RefitAborted)
-        assert not other.torn()
-    refit(trainer, cast.elsewhere(EngineParty), *others, seed=NEXT)
-
-
-def test_an_engine_killed_while_it_generates_is_named(stack):
-    cast = Cast(stack)
-    trainer, victim = cast.here(TrainerParty), cast.elsewhere(EngineParty)
-    introduce(trainer, victim)
-    victim.generate()
-    begin(trainer, victim)
-    until(lambda: trainer.phase() == "PREPARE")
-    victim.kill()
-    assert_names(victim, trainer.failure(), "PREPARE")
-    refit(trainer, cast.elsewhere(EngineParty), seed=NEXT)
-
-
-@pytest.mark.parametrize("bystanders", [0, 1])
 @pytest.mark.parametrize("isolation", ISOLATIONS)
 def test_a_version_counts_although_an_engine_was_killed_while_it_committed(
     stack, isolation, bystanders

@@ -21,7 +21,6 @@ from scripted_sessions import (
     S,
     announced,
     failed,
-    new_sender,
     receiver_at,
     sender_at,
     states,
@@ -30,24 +29,12 @@ from scripted_sessions import (
 from rl_core.errors import RefitAborted, RefitProtocolError, WeightsTornError
 from rl_core.weights.protocol import messages as m
 from rl_core.weights.protocol.sender_session import SenderSession
-from rl_core.weights.protocol.session import Attach, Confirm, Effect, Install, Phase, Publish, Send
+from rl_core.weights.protocol.session import Attach, Effect, Install, Phase, Publish, Send
 
 
 @pytest.mark.parametrize("at", [receiver_at, sender_at])
 def test_each_side_takes_every_step_of_a_refit_without_an_error(at: Callable[[str], Any]):
     assert at("committed").error is None
-
-
-def test_a_refit_of_nothing_needs_no_bucket():
-    sender = new_sender(receivers=1)
-    sender.receive("p0", HELLOS[0])
-    sender.receive("p0", READY)
-    sender.planned({"p0": PREPARE}, {0: (0, 1)})
-    assert sender.receive("p0", m.Prepared(S)) == [Confirm()]
-    receiver = receiver_at("ready")
-    receiver.receive(PREPARE)
-    receiver.attached({})
-    assert receiver.receive(m.Seal(S, "digest")) == [Install(OFFER, "digest")]
 
 
 # -- every message in every state ------------------------------------------------------------------

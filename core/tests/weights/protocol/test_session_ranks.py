@@ -320,6 +320,14 @@ def at_another(number: int) -> Abort:
     return Abort("", "RefitAborted", "the trainer is elsewhere", number)
 
 
+def test_a_rank_that_is_behind_joins_the_refit_that_is_on():
+    rank = rank_at("discover")
+    assert rank.receive(at_another(3)) == [Send(msgspec.structs.replace(RANK_HELLOS[1], number=3))]
+    assert (rank.number, rank.leader_number, rank.met) == (3, 3, False)
+    assert rank.receive(OFFER) == [Perform(OFFER)]
+    assert rank.met
+
+
 def test_a_rank_whose_number_was_given_joins_no_other_refit():
     rank = rank_at("discover", counted=False)
     assert rank.receive(at_another(3)) == []

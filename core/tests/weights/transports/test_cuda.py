@@ -89,7 +89,7 @@ def receiving(region: CudaRegion, **environment: str) -> Iterator[Receiver]:
     with receiver.process:
         try:
             yield receiver
-            receiver.process.communicate(timeout=60)
+            receiver.process.communicate(timeout=280)
         finally:
             receiver.process.kill()
 
@@ -243,21 +243,6 @@ def test_the_gpu_is_found_where_it_has_another_index() -> None:
     ):
         expected = fill(region)
         assert receiver.copy()[0] == expected
-
-
-@gpu
-@needs_gpu
-def test_a_hundred_uses_of_a_region_need_no_more_memory_than_one() -> None:
-    with created() as region, receiving(region) as receiver:
-        fill(region)
-        there = receiver.copy()[1]
-        here = torch.cuda.memory_allocated()
-        free = torch.cuda.mem_get_info()[0]
-        for _ in range(99):
-            expected = fill(region)
-            assert receiver.copy() == (expected, there)
-        assert torch.cuda.memory_allocated() == here
-        assert torch.cuda.mem_get_info()[0] == free
 
 
 @gpu

@@ -28,19 +28,6 @@ def agreed(
     return kept.same("agreement", of, partial(Agreement, *of, NAMES))
 
 
-def test_every_part_comes_from_one_rank_and_goes_where_it_is_kept():
-    found = Agreement(WIRE, RANKS, ENGINES, HOSTS, NAMES)
-    assert [part.name for part in found.parts.manifest.owned] == [
-        *(f"w[{rows},{columns}]" for rows in ("0:2", "2:4") for columns in ("0:3", "3:6")),
-        "b",
-    ]
-    assert found.takes == {
-        0: {"left": bytes([1, 0, 0, 0, 1]), "right": bytes([0, 1, 0, 0, 1])},
-        1: {"left": bytes([0, 0, 1, 0, 0]), "right": bytes([0, 0, 0, 1, 0])},
-    }
-    assert found.keeps == {"left": bytes([1, 0, 1, 0, 1]), "right": bytes([0, 1, 0, 1, 1])}
-
-
 def test_the_same_pieces_are_agreed_on_once_in_any_order():
     kept = Kept()
     first = agreed(kept)

@@ -159,19 +159,6 @@ def test_runs_of_several_blocks_fold_as_their_blocks_do(offset: int, extra: int)
     assert len(set(each)) == len(each)
 
 
-def test_half_of_the_digest_changes_with_one_bit() -> None:
-    start = torch.arange(128, dtype=torch.uint8)
-    flipped = start.repeat(1024, 1)
-    for bit in range(1024):
-        flipped[bit, bit // 8] ^= 1 << bit % 8
-    runs = [start, *flipped]
-    digests = np.array([list(one) for one in Hasher(runs, FOLD).digests()], dtype=np.uint8)
-    changes = np.unpackbits(digests[1:] ^ digests[0], axis=1)
-    assert abs(changes.mean() - 0.5) < 0.01
-    assert abs(changes.mean(axis=0) - 0.5).max() < 0.1
-    assert abs(changes.mean(axis=1) - 0.5).max() < 0.25
-
-
 @pytest.mark.parametrize("how", [XXH3, BLAKE3], ids=lambda how: how.kind)
 @settings(max_examples=10)
 @given(size=st.integers(0, 2 * BLOCK + 1))
@@ -188,29 +175,11 @@ def test_the_kinds_of_the_cpu_are_those_functions_of_the_bytes() -> None:
 
 
 @HASHES
-def test_an_empty_run_has_no_block(how: BlockHash) -> None:
-    empty = torch.empty(0, dtype=torch.uint8)
-    runs = [empty, tensor(b"a"), empty]
-    assert Hasher(runs, how).digests() == Hasher([tensor(b"a")], how).digests()
-    assert Hasher([], how).digests() == []
-    assert tensor_digest([]) == xxhash.xxh3_128_digest(b"")
-
-
-@HASHES
 def test_what_is_started_before_bytes_change_is_of_the_bytes_before(how: BlockHash) -> None:
     data = tensor(b"weights")
     finish = Hasher([data], how).begin()
     data.zero_()
     assert finish() == Hasher([tensor(b"weights")], how).digests()
-
-
-@HASHES
-@pytest.mark.parametrize("block", [64, 4096])
-def test_blocks_may_be_smaller(how: BlockHash, block: int) -> None:
-    content = bytes(range(256)) * 40
-    parts = [content[at : at + block] for at in range(0, len(content), block)]
-    expected = [Hasher([tensor(part)], how).digests()[0] for part in parts]
-    assert Hasher([tensor(content)], how, block).digests() == expected
 
 
 # -- keys -----------------------------------------------------------------------------------------
@@ -308,7 +277,7 @@ print("as torch does")
 def test_the_kernel_for_gpus_folds_as_torch_does() -> None:
     environment = {**os.environ, "TRITON_INTERPRET": "1"}
     command = [sys.executable, "-c", INTERPRETED]
-    output = subprocess.check_output(command, env=environment, text=True, timeout=120)
+    output = subprocess.check_output(command, env=environment, text=True, timeout=280)
     assert output.endswith("as torch does\n")
 
 

@@ -25,7 +25,7 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.nn.functional import scaled_dot_product_attention
 
-from rl_backends import Completion, FailedRow, PromptBatch, SamplingParams
+from rl_backends import Completion, FailedRow, SamplingParams
 from rl_backends.torch.decoding import DecodingEngine
 from rl_backends.torch.slots import SlotDecoder, segment_mask
 from rl_conformance.models import make_tokenizer
@@ -121,16 +121,6 @@ def test_greedy_rows_are_the_plain_passes(max_batch_size: int):
         assert len(done.token_ids) == int(batch.budgets[row])
         expected = scores.amax(-1)
         torch.testing.assert_close(torch.tensor(done.logprobs), expected, atol=1e-4, rtol=0)
-
-
-def test_equal_prompts_with_their_own_seeds_differ():
-    one = prompts((20,))
-    batch = one.select(torch.zeros(8, dtype=torch.int64))
-    batch = PromptBatch(
-        batch.input_ids, batch.lengths, batch.budgets, batch.stop_strings, torch.arange(8)
-    )
-    done = run(engine_of(Tiny()), batch, SamplingParams(temperature=2.0))
-    assert len({tuple(completion.token_ids) for completion in done}) == 8
 
 
 def test_equal_prompts_are_computed_once():
