@@ -58,3 +58,10 @@ def test_layouts_of_a_backend_that_declares_none_contradict_it() -> None:
     outcome = _outcome(reference_target(tiny=LAYOUTS))
     assert outcome.status is Status.FAILED
     assert "layouts are named" in outcome.message
+
+
+def test_few_layouts_set_every_key_and_have_the_least_and_the_most_ranks() -> None:
+    tiny = {"cpu": {"sharded": dict(_NAMED)}}
+    target = replace(Target.find("reference-sharded"), tiny=tiny)
+    assert list(target.layouts(Settings())) == ["vocabulary", "copies"]
+    assert target.layouts(Settings(layouts="all")) == _NAMED

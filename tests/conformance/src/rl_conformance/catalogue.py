@@ -279,7 +279,7 @@ _ENTRIES = (
         "policy.generate keeps G1 to G12",
         capability="policy_generate",
         tolerance="as G1 to G12",
-        scope="the checks of G1 to G12 that need no further configuration",
+        scope="the checks of G1 to G12 that --fast selects and that belong to no capability",
     ),
     Clause(
         "P12",
@@ -293,8 +293,8 @@ _ENTRIES = (
         "a copy of the model on several ranks gives what it gives on one",
         capability="sharded",
         tolerance=f"{_DECLARED}; steps in float32, as in P5; drawn tokens in float32: none differs",
-        scope="the layouts that the plugin names for the suite, on one node; those with no more "
-        "ranks than there are GPUs",
+        scope="a few of the layouts that the plugin names for the suite, or all with "
+        "--layouts all; on one node, with no more ranks than there are GPUs",
     ),
     Clause("R1", "after a refit the engine equals the policy, bit for bit", tolerance=_DECLARED),
     Clause(

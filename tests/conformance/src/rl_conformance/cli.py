@@ -276,7 +276,7 @@ _running.add_argument(
     "--layouts",
     default="few",
     choices=("few", "all"),
-    help="over ranks: all that the plugin names, or few that set every key (default)",
+    help="layouts over ranks: all that the plugin names, or few of them (default)",
 )
 _running.add_argument(
     "-n",

@@ -105,8 +105,8 @@ class Target:
     def layouts(self, settings: Settings) -> dict[str, Mapping[str, Any]]:
         """The layouts of a copy over ranks that a run tries, as far as there are GPUs for them.
 
-        These are all, or few: the one with the most ranks, and each that sets a key to what no
-        layout with as many ranks or more sets it to.
+        These are all, or few that have, between them, each value of each key that a layout sets,
+        the least ranks and the most ranks.
         """
         layouts = self.tiny.get(settings.device, {}).get("sharded", {})
         if settings.device == "cuda":
@@ -116,12 +116,17 @@ class Target:
             layouts = {name: each for name, each in layouts.items() if each["ranks"] <= gpus}
         if settings.layouts == "all":
             return dict(layouts)
-        few, covered = set[str](), set[str]()
-        for name, layout in sorted(layouts.items(), key=lambda item: -item[1]["ranks"]):
-            values = {repr(setting) for setting in layout["config"].items()}
-            if not few or values - covered:
-                few.add(name)
-                covered |= values
+        ranks = [layout["ranks"] for layout in layouts.values()]
+        missing = {
+            name: {f"{layout['ranks']} ranks", *map(str, layout["config"].items())}
+            - {f"{count} ranks" for count in ranks if min(ranks) < count < max(ranks)}
+            for name, layout in layouts.items()
+        }
+        few = set[str]()
+        while any(missing.values()):
+            best = max(missing, key=lambda name: len(missing[name]))
+            few.add(best)
+            missing = {name: values - missing[best] for name, values in missing.items()}
         return {name: layout for name, layout in layouts.items() if name in few}
 
     def base_config(
