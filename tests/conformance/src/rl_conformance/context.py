@@ -296,7 +296,8 @@ class Context:
 
         A kind that the backend under test does not offer is the suite's own reference.
         """
-        policy = self.fresh_policy(dtype=dtype)
+        model = {key: config[key] for key in ("model_name",) if key in config}
+        policy = self.fresh_policy(dtype=dtype, **model)
         generation = self.fresh_generation(dtype=dtype, **config)
         generation.prepare_for_generation()
         return policy, generation
