@@ -342,7 +342,7 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     "phi3": {},
     "phimoe": {**_LOCAL, _CLASS: "PhiMoEForCausalLM"},
     "qwen2": {},
-    "qwen2_5_vl": FAMILIES["qwen2_5_vl"],
+    "qwen2_5_vl": FAMILIES["qwen2_5_vl"].config,
     "qwen2_moe": {**_EXPERTS, "shared_expert_intermediate_size": 32},
     "qwen3": _HEAD_DIM,
     "qwen3_5_moe_text": {
@@ -368,7 +368,7 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
         "shared_expert_intermediate_size": 32,
     },
     "qwen3_vl": {
-        **FAMILIES["qwen2_5_vl"],
+        **FAMILIES["qwen2_5_vl"].config,
         **_HEAD_DIM,
         "model_type": "qwen3_vl",
         "rope_parameters": {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -84,8 +85,9 @@ def test_a_further_key_of_another_length_is_refused(make):
         [Completion(1, [5], [-1.0], True)],
         [Completion(0, [5] * 5, [-1.0] * 5, True)],
         [Completion(0, [5, 6], [-1.0], True)],
+        [Completion(0, [5], [math.nan], True)],
     ],
-    ids=["lost row", "row twice", "no such row", "over budget", "log-prob missing"],
+    ids=["lost row", "row twice", "no such row", "over budget", "log-prob missing", "NaN"],
 )
 def test_completions_that_do_not_fit_the_prompts_are_the_plugins_fault(make, completions):
     engine = make()

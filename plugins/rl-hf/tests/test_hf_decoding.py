@@ -17,7 +17,6 @@ from decoding_rows import (
 
 from rl_backends import SamplingParams
 from rl_backends.torch.decoding import DecodingEngine
-from rl_conformance.models import FAMILIES
 from rl_conformance.oracle import Oracle
 from rl_hf.decoders import GroupDecoder, decoding_engine, fits_slots
 from rl_hf.modeling import load_model
@@ -39,6 +38,9 @@ def load(path: Path, **config: Any) -> PreTrainedModel:
 def in_groups(model: PreTrainedModel, **options: Any) -> DecodingEngine:
     decoder, device = partial(GroupDecoder, model), torch.device("cpu")
     return DecodingEngine(model, decoder, vocab_size=272, device=device, in_groups=True, **options)
+
+
+FAMILIES = ("llama", "qwen2", "qwen3", "qwen2_5_vl")
 
 
 @pytest.mark.parametrize("family", FAMILIES)

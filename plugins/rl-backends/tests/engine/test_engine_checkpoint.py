@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import threading
+from types import SimpleNamespace
 
 import pytest
 
 from rl_backends.engine import checkpoint
-from rl_backends.engine.checkpoint import check_checkpoint
+from rl_backends.engine.checkpoint import check_checkpoint, check_positions
 from rl_core.errors import ConfigError
 
 
@@ -52,3 +53,12 @@ def test_a_hub_that_has_no_such_model_is_quoted(hub, monkeypatch):
     monkeypatch.setattr(HfApi, "model_info", refuse)
     with pytest.raises(ConfigError, match="has no such model"):
         check_checkpoint("nobody/nothing", "auto", without_weights="")
+
+
+def test_a_context_in_which_rows_have_two_kinds_of_positions_is_refused():
+    positions = {"rope_type": "longrope", "original_max_position_embeddings": 16}
+    text = SimpleNamespace(rope_parameters=positions)
+    check_positions(text, 16)
+    with pytest.raises(ConfigError, match="set max_model_len to 16"):
+        check_positions(text, 17)
+    check_positions(SimpleNamespace(rope_parameters=positions | {"rope_type": "yarn"}), 17)

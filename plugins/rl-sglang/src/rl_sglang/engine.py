@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from rl_backends import Completion, FailedRow
-from rl_backends.engine.checkpoint import check_shapes, load_tokenizer
+from rl_backends.engine.checkpoint import check_positions, check_shapes, load_tokenizer
 from rl_backends.engine.weights import CheckpointModel
 from rl_backends.model_files import model_facts
 from rl_core.errors import ConfigError, PluginError, RLError
@@ -89,6 +89,7 @@ class SglangEngine(Engine):
             generation=launch.generation_config(config["model_name"]),
             tokenizer=tokenizer,
         )
+        check_positions(text, facts.max_model_len)
         arguments = launch.server_args(config, text, facts.max_model_len)
         takes_refits = config.get("sglang_cfg", {}).get("refit", True)
         if takes_refits and arguments.get("load_format") != "dummy":
@@ -182,14 +183,9 @@ class SglangEngine(Engine):
                     f"SGLang aborted a row: {reason.get('message')}",
                     fix="look at the end of the engine's log",
                 )
-            logprobs = [found[0] for found in meta["output_token_logprobs"]]
-            if not all(one is not None and math.isfinite(one) for one in logprobs):
-                raise PluginError(
-                    "SGLang returned a log-prob that is not finite",
-                    fix="check the weights for NaN; float16 overflows where bfloat16 does not",
-                )
-            # A log-prob of more than 0 is a rounding error.
-            logprobs = [min(0.0, one) for one in logprobs]
+            # A log-prob of more than 0 is a rounding error; NaN, or None for it, fails the row.
+            given = [entry[0] for entry in meta["output_token_logprobs"]]
+            logprobs = [math.nan if value is None else min(value, 0.0) for value in given]
             ids = list(output["output_ids"])
             done = Completion(row.key, ids, logprobs, reason["type"] == "length")
         except Exception as error:  # of this row alone

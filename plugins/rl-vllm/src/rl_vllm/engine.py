@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import gc
-import math
 import queue
 import secrets
 import threading
@@ -26,7 +25,7 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.llm_engine import LLMEngine
 
 from rl_backends import Completion, FailedRow
-from rl_backends.engine.checkpoint import cannot_load, load_tokenizer
+from rl_backends.engine.checkpoint import cannot_load, check_positions, load_tokenizer
 from rl_backends.model_files import model_facts
 from rl_core.errors import ConfigError, PluginError, RLError
 from rl_hosting import Engine
@@ -117,6 +116,8 @@ class VllmEngine(Engine):
         tokenizer = load_tokenizer(config)
         watch_stop_strings(tokenizer)
         arguments = _arguments(config, model_config, with_tokenizer=tokenizer is not None)
+        # By default the longest row of vLLM is the longest that has the first positions.
+        check_positions(model_config.get_text_config(), arguments.get("max_model_len") or 0)
         known = {field.name for field in dataclasses.fields(EngineArgs)}
         if unknown := sorted(set(arguments) - known):
             raise ConfigError(
@@ -410,19 +411,13 @@ def _params(row: Row) -> SamplingParams:
     )
 
 
-def _done(output: RequestOutput) -> Completion | FailedRow:
+def _done(output: RequestOutput) -> Completion:
     done, key = output.outputs[0], int(output.request_id.partition("-")[0])
     ids = list(done.token_ids)
     found = done.logprobs or []
     logprobs = [found[i][token].logprob for i, token in enumerate(ids)]
-    if not all(map(math.isfinite, logprobs)):
-        error = PluginError(
-            "vLLM returned a log-prob that is not finite",
-            fix="check the weights for NaN; float16 overflows where bfloat16 does not",
-        )
-        return FailedRow(key, error)
-    # A log-prob of more than 0 is a rounding error.
-    return Completion(key, ids, [min(0.0, x) for x in logprobs], done.finish_reason == "length")
+    # A log-prob of more than 0 is a rounding error; NaN stays, and fails the row.
+    return Completion(key, ids, [min(x, 0.0) for x in logprobs], done.finish_reason == "length")
 
 
 def _nothing(generation: int = 2) -> int:

@@ -41,6 +41,8 @@ PRIVATE: dict[str, str] = {
     "vllm.distributed.parallel_state.get_world_group": "reads sharded tensors back",
     "IncrementalDetokenizer.from_new_request, .update, .token_ids": "where rows end at stop "
     "strings",
+    "Sampler.forward, SamplingMetadata.no_penalties, LogprobsTensors": "log-probs of greedy rows "
+    "with a repetition penalty",
     "OutputProcessor.request_states, .detokenizer": "tokens generated so far, as a sign of life",
     "model_loader.base_loader.initialize_model, .process_weights_after_loading": "the model before "
     "its weights are loaded, and what hooks derive from the weights",

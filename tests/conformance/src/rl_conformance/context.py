@@ -7,7 +7,7 @@ import math
 import re
 import tempfile
 import warnings
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -16,11 +16,12 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from rl_conformance.calls import made_with, noted, watch_calls
 from rl_conformance.expect import NotRun, fail, same
 from rl_conformance.figures import Histogram
+from rl_conformance.models import FAMILIES, make_tiny_model
 from rl_conformance.outcome import Measure
-from rl_core.errors import CapabilityError, LoopWarning
+from rl_core.errors import CapabilityError, ConfigError, LoopWarning
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Generator, Sequence
 
     from rl_conformance.continuations import Continuation
     from rl_conformance.figures import Figure
@@ -69,8 +70,6 @@ class Workshop:
 
     def model(self, family: str = "qwen2", **overrides: Any) -> Path:
         """A tiny checkpoint of a family, or the model the run was given."""
-        from rl_conformance.models import make_tiny_model
-
         if self.settings.model is not None and not overrides:
             return Path(self.settings.model)
         key = "-".join([family, *(f"{k}={v}" for k, v in sorted(overrides.items()))])
@@ -298,7 +297,8 @@ class Context:
 
         A kind that the backend under test does not offer is the suite's own reference.
         """
-        policy = self.fresh_policy(dtype=dtype)
+        model = {key: config[key] for key in ("model_name",) if key in config}
+        policy = self.fresh_policy(dtype=dtype, **model)
         generation = self.fresh_generation(dtype=dtype, **config)
         generation.prepare_for_generation()
         return policy, generation
@@ -313,6 +313,19 @@ class Context:
     def model(self, family: str = "qwen2", **overrides: Any) -> Path:
         """A tiny checkpoint of a family."""
         return self.workshop.model(family, **overrides)
+
+    @contextmanager
+    def refusable(self, family: str) -> Generator[None]:
+        """Ends the check as not run, with the reason, if the backend refuses the family's models.
+
+        Those of a family that is required fail it.
+        """
+        try:
+            yield
+        except (CapabilityError, ConfigError) as error:
+            if FAMILIES[family].required:
+                raise
+            raise NotRun(f"{family} is refused: {error}", excused=True) from error
 
     def large_model(self, nbytes: int) -> Path:
         """A checkpoint of at least so many bytes in the run's dtype, to measure memory with.

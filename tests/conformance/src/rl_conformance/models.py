@@ -5,6 +5,7 @@ The directories are ordinary Hugging Face checkpoints, so every engine loads the
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +16,8 @@ if TYPE_CHECKING:
 
 __all__ = [
     "FAMILIES",
+    "Family",
+    "families_of",
     "make_reciting_model",
     "make_reward_model",
     "make_tiny_model",
@@ -34,33 +37,175 @@ _OF_IMAGES = (
     "tie_word_embeddings",
 )
 
-#: Architecture families and what sets each apart.
-FAMILIES: dict[str, dict[str, Any]] = {
-    "llama": {"model_type": "llama", "tie_word_embeddings": False},
-    "qwen2": {"model_type": "qwen2", "tie_word_embeddings": True},
-    "qwen3": {"model_type": "qwen3", "tie_word_embeddings": True, "head_dim": 32},
-    "qwen2_5_vl": {
-        "model_type": "qwen2_5_vl",
-        "tie_word_embeddings": False,
-        "image_token_id": 269,
-        "video_token_id": 270,
-        "vision_start_token_id": 271,
-        "vision_end_token_id": 268,
-        "rope_parameters": {
-            "rope_type": "default",
-            "rope_theta": 1000000.0,
-            "mrope_section": [4, 6, 6],
-        },
-        "vision_config": {
-            "depth": 2,
-            "hidden_size": 64,
-            "intermediate_size": 128,
-            "out_hidden_size": 128,
-            "num_heads": 2,
-            "fullatt_block_indexes": [1],
-        },
-    },
+_YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 8.0,
+    "original_max_position_embeddings": 32,
+    "beta_fast": 32,
+    "beta_slow": 1,
 }
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """An architecture of published checkpoints, as a tiny model.
+
+    Attributes:
+        mechanism: What it has and the other families have not.
+        clauses: The clauses that are checked with it, besides those that any model shows.
+        config: Keys of its configuration, ``weight_scale`` of :func:`make_tiny_model` among them.
+        required: Whether a backend must take it. Another one may be refused by a typed error.
+    """
+
+    mechanism: str
+    clauses: str
+    config: dict[str, Any]
+    required: bool = False
+
+
+#: Every family. Windows and first contexts are short, so that the suite's rows are longer.
+FAMILIES = {
+    "llama": Family(
+        "an output head of its own",
+        "G11 P1 R7",
+        {"model_type": "llama", "tie_word_embeddings": False},
+        required=True,
+    ),
+    "qwen2": Family(
+        "biases of queries, keys and values; the head is the embeddings",
+        "G11 P1",
+        {"model_type": "qwen2", "tie_word_embeddings": True},
+        required=True,
+    ),
+    "qwen3": Family(
+        "queries and keys are normalised",
+        "G11 P1 R7",
+        {"model_type": "qwen3", "tie_word_embeddings": True, "head_dim": 32},
+        required=True,
+    ),
+    "mistral": Family(
+        "every layer attends to a window",
+        "A3 G11 P1",
+        {"model_type": "mistral", "tie_word_embeddings": False, "sliding_window": 7},
+    ),
+    "gemma2": Family(
+        "scores and logits have soft caps; some layers attend to a window",
+        "G11 P1",
+        {
+            "model_type": "gemma2",
+            "tie_word_embeddings": True,
+            "head_dim": 32,
+            "attn_logit_softcapping": 1.0,
+            "final_logit_softcapping": 5.0,
+            "query_pre_attn_scalar": 1,
+            "sliding_window": 7,
+            "weight_scale": 4.0,
+        },
+    ),
+    "phi3": Family(
+        "rows longer than the first context have other frequencies (longrope); fused projections",
+        "G11 P1",
+        {
+            "model_type": "phi3",
+            "tie_word_embeddings": False,
+            "weight_scale": 4.0,
+            "original_max_position_embeddings": 16,
+            "rope_parameters": {
+                "rope_type": "longrope",
+                "rope_theta": 10000.0,
+                "original_max_position_embeddings": 16,
+                "short_factor": [1.0] * 16,
+                "long_factor": [1.0 + 0.5 * step for step in range(16)],
+                "factor": 16.0,
+            },
+        },
+    ),
+    "gpt_oss": Family(
+        "attention has sinks, in some layers within a window; stretched positions (yarn); experts",
+        "G11 P1",
+        {
+            "model_type": "gpt_oss",
+            "tie_word_embeddings": False,
+            "head_dim": 32,
+            "num_local_experts": 4,
+            "num_experts_per_tok": 4,  # where two are nearly as good, bfloat16 takes either
+            "sliding_window": 7,
+            "rope_parameters": {**_YARN, "truncate": False},
+            "weight_scale": 4.0,
+        },
+    ),
+    "deepseek_v3": Family(
+        "attention over latents; yarn that scales scores; experts chosen with a bias, a buffer",
+        "G11 P1 R7",
+        {
+            "model_type": "deepseek_v3",
+            "tie_word_embeddings": False,
+            "num_key_value_heads": 4,
+            "q_lora_rank": 64,
+            "kv_lora_rank": 512,
+            "qk_rope_head_dim": 64,
+            "qk_nope_head_dim": 128,
+            "v_head_dim": 128,
+            "n_routed_experts": 4,
+            "num_experts_per_tok": 2,
+            "n_shared_experts": 1,
+            "moe_intermediate_size": 32,
+            "n_group": 1,
+            "topk_group": 1,
+            "first_k_dense_replace": 1,
+            "moe_layer_freq": 1,  # this and the next two are for engines alone
+            "topk_method": "noaux_tc",
+            "scoring_func": "sigmoid",
+            "rope_parameters": {**_YARN, "mscale": 1.0, "mscale_all_dim": 1.0},
+            "weight_scale": 4.0,
+        },
+    ),
+    "wide": Family(
+        "a vocabulary of 16384, of which thousands are nearly as likely; millions of elements",
+        "G10 R7",
+        {
+            "model_type": "qwen2",
+            "tie_word_embeddings": True,
+            "vocab_size": 16384,
+            "hidden_size": 256,
+            "weight_scale": 1.0,
+        },
+        required=True,
+    ),
+    "qwen2_5_vl": Family(
+        "a model of images and text, with positions of three kinds",
+        "",
+        {
+            "model_type": "qwen2_5_vl",
+            "tie_word_embeddings": False,
+            "image_token_id": 269,
+            "video_token_id": 270,
+            "vision_start_token_id": 271,
+            "vision_end_token_id": 268,
+            "rope_parameters": {
+                "rope_type": "default",
+                "rope_theta": 1000000.0,
+                "mrope_section": [4, 6, 6],
+            },
+            "vision_config": {
+                "depth": 2,
+                "hidden_size": 64,
+                "intermediate_size": 128,
+                "out_hidden_size": 128,
+                "num_heads": 2,
+                "fullatt_block_indexes": [1],
+            },
+        },
+    ),
+}
+
+
+def families_of(clause: str) -> dict[str, dict[str, Any]]:
+    """The cases of a check of this clause: each family that :data:`FAMILIES` names for it."""
+    return {
+        name: {"family": name} for name, each in FAMILIES.items() if clause in each.clauses.split()
+    }
 
 
 def make_tokenizer() -> Any:
@@ -97,7 +242,6 @@ def make_tiny_model(
     num_layers: int = 2,
     max_position_embeddings: int = 256,
     dtype: str = "float32",
-    weight_scale: float = 7.0,
     **overrides: Any,
 ) -> Path:
     """Writes a randomly initialised checkpoint with its tokenizer.
@@ -111,11 +255,11 @@ def make_tiny_model(
         num_layers: Depth.
         max_position_embeddings: Context length in tokens.
         dtype: Torch dtype name the weights are stored in.
-        weight_scale: Factor on the initial weights. Above 1, next-token distributions are far from
-            uniform, so that a mistake in them shows.
         **overrides: Further keys of the architecture's configuration. With a ``vision_config``
             the model is one of images and text; keys that are not for images describe its language
-            model.
+            model. ``weight_scale`` is a factor on the initial weights. Above 1, next-token
+            distributions are far from uniform, so that a mistake in them shows. Default: the
+            family's, or 7.
 
     Returns:
         The directory.
@@ -130,11 +274,11 @@ def make_tiny_model(
         "intermediate_size": 2 * hidden_size,
         "num_hidden_layers": num_layers,
         "max_position_embeddings": max_position_embeddings,
-        **FAMILIES[family],
+        **FAMILIES[family].config,
         **overrides,
     }
     factory = AutoModelForImageTextToText if "vision_config" in settings else AutoModelForCausalLM
-    return _write(Path(path), factory, settings, seed, dtype, weight_scale)
+    return _write(Path(path), factory, settings, seed, dtype)
 
 
 def make_reciting_model(path: str | Path, tokens: Sequence[int]) -> Path:
@@ -189,15 +333,13 @@ def make_reward_model(path: str | Path, *, seed: int = 0, **overrides: Any) -> P
         "num_hidden_layers": 2,
         "max_position_embeddings": 256,
         "num_labels": 1,
-        **FAMILIES["qwen2"],
+        **FAMILIES["qwen2"].config,
         **overrides,
     }
-    return _write(Path(path), AutoModelForSequenceClassification, settings, seed, "float32", 7.0)
+    return _write(Path(path), AutoModelForSequenceClassification, settings, seed, "float32")
 
 
-def _write(
-    path: Path, factory: Any, settings: dict[str, Any], seed: int, dtype: str, weight_scale: float
-) -> Path:
+def _write(path: Path, factory: Any, settings: dict[str, Any], seed: int, dtype: str) -> Path:
     import torch
     from transformers import AutoConfig
 
@@ -213,6 +355,7 @@ def _write(
         **settings,
     }
     model_type = settings.pop("model_type")
+    weight_scale = settings.pop("weight_scale", 7.0)
     if "vision_config" in settings:
         whole = {key: settings.pop(key) for key in _OF_IMAGES if key in settings}
         settings = {**whole, "text_config": settings}
@@ -229,6 +372,10 @@ def _write(
                     parameter.normal_(0, 0.02 * weight_scale)
                 else:
                     parameter.mul_(weight_scale)
+            stored = model.state_dict().keys()
+            for name, buffer in model.named_buffers():
+                if name in stored:  # zeros, as a rule, which show nothing
+                    buffer.copy_(torch.rand(buffer.shape, generator=norms))
     path.mkdir(parents=True, exist_ok=True)
     with no_progress_bars():
         model.save_pretrained(path)

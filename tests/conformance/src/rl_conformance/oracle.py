@@ -42,6 +42,11 @@ class Oracle:
         self.eos_token_ids: tuple[int, ...] = tuple(eos) if isinstance(eos, list) else (eos,)
         self.eos_token_id = self.eos_token_ids[0]
         self.context = int(text.max_position_embeddings)
+        #: Tokens of a row up to which its positions do not change when it grows.
+        self.boundary = self.context
+        positions = getattr(text, "rope_parameters", None) or {}
+        if positions.get("rope_type") == "longrope":
+            self.boundary = int(positions["original_max_position_embeddings"])
 
     def logits(self, ids: Sequence[int]) -> torch.Tensor:
         """``[len(ids), V]`` float32; position t predicts token t+1."""

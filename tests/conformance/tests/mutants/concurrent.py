@@ -14,7 +14,7 @@ from rl_backends.generation.serving import RowService
 from rl_conformance.reference.generation import ReferenceGeneration, ReferenceRows
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Sequence
+    from collections.abc import AsyncIterator, Collection, Sequence
     from contextlib import AbstractContextManager
 
     from rl_backends import Completion, Row, RowEngine
@@ -112,3 +112,13 @@ class ADeadlineIsAWish(ReferenceGeneration):
 
     def __init__(self, *args: Any, call_deadline_s: float | None = None, **config: Any) -> None:
         super().__init__(*args, **config)
+
+
+@breaks("G18", checks="G18 and deadline")
+class StreamsHaveNoDeadline(ReferenceGeneration):
+    """Only generate looks at the clock."""
+
+    async def generate_async(self, data: Any, greedy: bool = False) -> AsyncIterator[Any]:
+        self.config["call_deadline_s"] = None
+        async for row in super().generate_async(data, greedy):
+            yield row

@@ -230,3 +230,52 @@ class SamplesAreDealtInRounds(ReferenceGeneration):
             return output
         order = torch.arange(output.size).view(-1, count).t().flatten()
         return output.select_indices(order)
+
+
+@breaks("G11", "A3", checks="G11 and mistral or A3 and mistral")
+class WindowsAreIgnored(ReferenceGeneration):
+    """Every layer attends to all tokens."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.model.config.sliding_window = None
+
+
+@breaks("G11", checks="G11 and gemma2")
+class LogitsHaveNoCap(ReferenceGeneration):
+    """The soft cap of the last layer is left out."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.model.config.final_logit_softcapping = None
+
+
+@breaks("G11", checks="G11 and phi3")
+class RowsGrowBeyondTheirFirstPositions(ReferenceGeneration):
+    """Tokens come of frequencies that the longer row has not."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.boundary = self.facts.max_model_len
+
+
+@breaks("G11", checks="G11 and gpt_oss")
+class SinksAreIgnored(ReferenceGeneration):
+    """Attention gives all of its weight to tokens."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        for name, parameter in self.model.named_parameters():
+            if name.endswith("sinks"):
+                parameter.data.fill_(-1e4)
+
+
+@breaks("G11", checks="G11 and deepseek_v3")
+class ExpertsAreChosenWithoutTheirBias(ReferenceGeneration):
+    """A buffer is taken for something that training alone needs."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        for name, buffer in self.model.named_buffers():
+            if name.endswith("correction_bias"):
+                buffer.zero_()

@@ -10,6 +10,7 @@ from msgspec import structs
 
 from mutants.mutant import breaks
 from rl_conformance.reference.generation import ReferenceGeneration
+from rl_core.batch import BatchedDataDict
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -328,3 +329,74 @@ class DoSampleIsAccepted(ReferenceGeneration):
     def __init__(self, *args: Any, **config: Any) -> None:
         super().__init__(*args, **config)
         self.sampling = structs.replace(self.sampling, greedy=False)
+
+
+@breaks("G10", checks="G10 and wide")
+class OnlyTheLikeliest512AreSorted(_Choosing):
+    """Truncation looks at no other token."""
+
+    def other(self, sampling: SamplingParams) -> SamplingParams:
+        return structs.replace(sampling, top_k=min(512, sampling.top_k or 512))
+
+
+@breaks("G4", checks="G4 and every_pair")
+class ThePenaltyIsForgottenBesideTopK(_Choosing):
+    """The two are never configured together."""
+
+    def other(self, sampling: SamplingParams) -> SamplingParams:
+        return structs.replace(sampling, repetition_penalty=1.0) if sampling.top_k else sampling
+
+
+@breaks("G4", checks="G4 and every_pair")
+class SamplesHaveNoStopStrings(ReferenceGeneration):
+    """Several completions of a prompt end at tokens alone."""
+
+    def complete(self, prompts: PromptBatch, sampling: SamplingParams) -> Iterator[Completion]:
+        if sampling.num_generations > 1:
+            prompts = replace(prompts, stop_strings=[()] * len(prompts))
+        return super().complete(prompts, sampling)
+
+
+@breaks("G10", checks="G10 and rows_own")
+class PenaltiesStayInTheirSlot(ReferenceGeneration):
+    """A row is penalised for the tokens of the row that had its slot before."""
+
+    def step(self, row: Any, logits: torch.Tensor, sampling: SamplingParams) -> None:
+        slots = self.__dict__.setdefault("slots", {})
+        self.left = slots.get(row.index % 256, [])
+        super().step(row, logits, sampling)
+        if row.done is not None:
+            slots[row.index % 256] = row.ids
+
+    def choose(
+        self, logits: Any, sampling: SamplingParams, generator: Any, seen: list[int]
+    ) -> tuple[int, float]:
+        return super().choose(logits, sampling, generator, [*self.left, *seen])
+
+
+@breaks("G7", checks="G7 and long_string")
+class TheShortestStringSetsTheWindow(_Matching):
+    """The text is cut to what the shortest of a row's strings needs."""
+
+    def matches(self, ids: Sequence[int], stop_strings: Sequence[str]) -> bool:
+        text = self.text(ids)[-8 - min(map(len, stop_strings), default=0) :]
+        return any(string in text for string in stop_strings)
+
+
+@breaks("G9", checks="G9 and agree_if")
+class SeedsLoseTheirSign(ReferenceGeneration):
+    """A negative seed of a row draws what the positive one draws."""
+
+    def generate(self, data: Any, greedy: bool = False) -> Any:
+        if "seed" in data:
+            data = BatchedDataDict({**data, "seed": data["seed"].abs()})
+        return super().generate(data, greedy)
+
+
+@breaks("G3", checks="G3 and finite_logprobs")
+class NanIsZero(ReferenceGeneration):
+    """A log-prob that is not a number is the largest that there is."""
+
+    def complete(self, prompts: PromptBatch, sampling: SamplingParams) -> Iterator[Completion]:
+        for done in super().complete(prompts, sampling):
+            yield structs.replace(done, logprobs=[min(0.0, value) for value in done.logprobs])

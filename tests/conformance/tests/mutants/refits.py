@@ -12,7 +12,8 @@ from unittest import mock
 import torch
 
 from mutants.mutant import breaks
-from rl_backends.tensors import NamedTensorSource, whole_pieces
+from rl_backends import modules
+from rl_backends.tensors import NamedTensorSink, NamedTensorSource, whole_pieces
 from rl_conformance.reference.generation import ReferenceGeneration, ScaledSink
 from rl_conformance.reference.policy import ReferencePolicy
 from rl_core.interfaces import Piece, TensorSpec, WeightSink, WeightSource
@@ -251,3 +252,42 @@ def memory_is_called_as_its_owner_calls_it() -> AbstractContextManager[Any]:
         return region
 
     return mock.patch.object(SharedRegion, "create", classmethod(create))
+
+
+class _Skipping(NamedTensorSink):
+    """Takes no tensor in place, so that every one is written."""
+
+    def pieces(self) -> None:
+        return None
+
+
+@breaks("R7", checks="R7 and serves and wide")
+class TensorsEndAfter65536Elements(_Skipping):
+    """The rest of a larger tensor stays as it was."""
+
+    def write(self, name: str, offset: int, data: torch.Tensor, *, of: TensorSpec) -> None:
+        super().write(name, offset, data[: max(0, 65536 - offset)], of=of)
+
+
+@breaks("R1", checks="R1 and frozen")
+def frozen_tensors_are_read_once() -> AbstractContextManager[Any]:
+    """What is not trained is sent as the first refit found it."""
+    read, kept = modules.whole_tensors, dict[str, torch.Tensor]()
+
+    def read_once(model: Any, **options: Any) -> dict[str, torch.Tensor]:
+        tensors = read(model, **options)
+        for name, tensor in tensors.items():
+            if "norm" in name and not tensor.requires_grad:
+                tensors[name] = kept.setdefault(name, tensor.clone())
+        return tensors
+
+    return mock.patch.object(modules, "whole_tensors", read_once)
+
+
+@breaks("R7", checks="R7 and serves and deepseek_v3")
+class BuffersAreNotWritten(_Skipping):
+    """A refit is of parameters."""
+
+    def write(self, name: str, offset: int, data: torch.Tensor, *, of: TensorSpec) -> None:
+        if of.role != "buffer":
+            super().write(name, offset, data, of=of)

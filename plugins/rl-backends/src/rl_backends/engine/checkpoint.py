@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 __all__ = [
     "cannot_load",
     "check_checkpoint",
+    "check_positions",
     "check_shapes",
     "file_shapes",
     "load_tokenizer",
@@ -109,6 +110,31 @@ def check_shapes(name: str, specs: Sequence[TensorSpec]) -> None:
                 fix="write config.json and weights again, both with save_pretrained of one model",
                 key="model_name",
             )
+
+
+def check_positions(text: Any, max_model_len: int) -> None:
+    """Makes sure that no row needs other positions than the engine has for all of them.
+
+    With longrope, a row turns its queries and keys by the length that it has; engines do it by the
+    length that the longest row may have.
+
+    Args:
+        text: The text part of the model's configuration.
+        max_model_len: Tokens of the longest row.
+
+    Raises:
+        ConfigError: Shorter rows would have the positions of long ones.
+    """
+    positions = getattr(text, "rope_parameters", None) or {}
+    first = positions.get("original_max_position_embeddings") or max_model_len
+    if positions.get("rope_type") == "longrope" and max_model_len > first:
+        raise ConfigError(
+            f"max_model_len is {max_model_len}, but rows of up to {first} tokens have other "
+            "positions than longer ones (longrope), and the engine has one kind for all rows: its "
+            "log-probs of short rows would not be those of a trainer",
+            fix=f"set max_model_len to {first}",
+            key="max_model_len",
+        )
 
 
 def file_shapes(directory: Path) -> dict[str, tuple[int, ...]]:

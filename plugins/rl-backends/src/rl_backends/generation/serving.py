@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import itertools
 import logging
+import math
 import threading
 import time
 import weakref
@@ -89,12 +90,20 @@ class ServedCall:
             sampling=self.sampling,
         )
 
-    def check(self, done: Completion, index: int) -> str:
-        """What is wrong with a completion of one of its rows, or nothing."""
+    def check(self, done: Completion, index: int, name: str) -> PluginError | None:
+        """What is wrong with a backend's completion of one of its rows, or None."""
         count, logprobs, budget = len(done.token_ids), len(done.logprobs), self._budgets[index]
+        fix = "report it to the backend's author"
         if count != logprobs:
-            return f"gave row {index} {count} tokens and {logprobs} log-probs"
-        return f"gave row {index} {count} tokens of {budget}" if count > budget else ""
+            wrong = f"gave row {index} {count} tokens and {logprobs} log-probs"
+        elif count > budget:
+            wrong = f"gave row {index} {count} tokens of {budget}"
+        elif not all(map(math.isfinite, done.logprobs)):
+            wrong = f"gave row {index} a log-prob that is not finite"
+            fix = "check the weights for NaN; float16 overflows where bfloat16 does not"
+        else:
+            return None
+        return PluginError(f"{name}.complete {wrong}", fix=fix, row=index)
 
 
 class RowService:
@@ -289,14 +298,10 @@ class RowService:
                     fix="report it to the backend's author: a completion's row is the row's key",
                 )
             index = call.running.pop(done.row)
+            error: BaseException | None
             if isinstance(done, FailedRow):
-                error: BaseException | None = done.error
-            elif wrong := call.check(done, index):
-                error = PluginError(
-                    f"{self._name}.complete {wrong}", fix="report it to the backend's author"
-                )
-            else:
-                error = None
+                error = done.error
+            elif (error := call.check(done, index, self._name)) is None:
                 self._tell(call, Completion(index, done.token_ids, done.logprobs, done.truncated))
             if error is not None:
                 self._drop(call)

@@ -6,7 +6,6 @@ per slot, and slots ``0..R-1`` are in use; per step, Python looks only at rows t
 
 from __future__ import annotations
 
-import math
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
@@ -18,7 +17,7 @@ from rl_backends import Completion, FailedRow, RowEngine
 from rl_backends.generation.stop_strings import StopStrings
 from rl_backends.torch.openmp import release_threads
 from rl_backends.torch.sampling import Sampler
-from rl_core.errors import ConfigError, RLError
+from rl_core.errors import ConfigError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Generator, Sequence
@@ -393,17 +392,9 @@ class _Batch:
         for slot, count, tokens, values, stop in zip(
             ended, counts, generated, logprobs, stopped, strict=True
         ):
-            row = self._rows[slot]
-            if all(map(math.isfinite, values[:count])):
-                done = Completion(row.key, tokens[:count], values[:count], truncated=not stop)
-                completions.append(done)
-                continue
-            error = RLError(
-                f"row {row.index}: the model's logits are not finite",
-                fix="check the weights of the last refit; bfloat16 has more range than float16",
-                row=row.index,
-            )
-            completions.append(FailedRow(row.key, error))
+            key = self._rows[slot].key
+            done = Completion(key, tokens[:count], values[:count], truncated=not stop)
+            completions.append(done)
         self._close_ranks(set(ended))
         return completions
 

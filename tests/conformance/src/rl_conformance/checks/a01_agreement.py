@@ -19,6 +19,7 @@ from rl_conformance.diagnostics.engine import (
     test_max_model_len_respected,
 )
 from rl_conformance.expect import raises, require, same
+from rl_conformance.models import families_of
 from rl_conformance.refits import run_refit, scores_of_both, unequal_pair
 from rl_conformance.registry import CORE, check
 from rl_conformance.training import AdvantageLoss, training_batch
@@ -118,16 +119,24 @@ _DTYPES: dict[str, dict[str, Any]] = {
 }
 
 
-@check("A3", cases=_DTYPES)
-def the_pair_agrees_before_and_after_training(ctx: Context, dtype: str, threshold: float) -> None:
+_FAMILIES = {name: {**_DTYPES["float32"], **case} for name, case in families_of("A3").items()}
+
+
+@check("A3", cases=_DTYPES | _FAMILIES)
+def the_pair_agrees_before_and_after_training(
+    ctx: Context, dtype: str, threshold: float, family: str = "qwen2"
+) -> None:
     """Mean of exp(|difference|) below the threshold, at first and after three steps and a refit."""
-    policy, generation = ctx.fresh_pair(dtype=dtype, seed=1, max_new_tokens=16)
+    with ctx.refusable(family):
+        policy, generation = ctx.fresh_pair(
+            dtype=dtype, model_name=str(ctx.model(family)), seed=1, max_new_tokens=16
+        )
     data = ctx.prompts(*_PROMPTS)
     training = training_batch((12, 7, 20, 9))
     training["advantages"] = training["sample_mask"].clone()
     for moment in ("before", "after"):
         both = scores_of_both(policy, generation, data)
-        ctx.record_errors(_ERRORS, f"{dtype}, {moment} training", *both)
+        ctx.record_errors(_ERRORS, f"{family} in {dtype}, {moment} training", *both)
         found = measure_log_probability_consistency(policy, generation, data, threshold)
         ctx.measure(f"mean_exp_difference_{moment}", found.error, threshold)
         policy.prepare_for_training()

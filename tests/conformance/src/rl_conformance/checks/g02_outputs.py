@@ -17,7 +17,10 @@ from rl_conformance.checks.common import (
 from rl_conformance.continuations import find_row, find_stop, is_text
 from rl_conformance.draws import declared_logprobs
 from rl_conformance.expect import raises, require, same, same_tensor
+from rl_conformance.refits import run_refit
 from rl_conformance.registry import check
+from rl_conformance.ways import exact, settable_trainer
+from rl_core.errors import RLError
 
 if TYPE_CHECKING:
     from rl_conformance.context import Context
@@ -250,3 +253,18 @@ def prompts_up_to_the_context_are_accepted(ctx: Context) -> None:
     ctx.measure_error(output["logprobs"][generated_mask(data, output)], scored, rounding=3)
     with raises(ValueError, "row 1"):
         generation.generate(ctx.prompts(5, limit + 1), greedy=True)
+
+
+@check("G3", needs=("generation",))
+def a_row_without_finite_logprobs_is_named(ctx: Context) -> None:
+    """With NaN in the weights a call raises an error that names a row; the next refit ends this."""
+    policy, engine = settable_trainer(ctx), ctx.refit_generation()
+    kept = policy.model.model.norm.weight.detach().clone()
+    policy.model.model.norm.weight.data[0] = torch.nan
+    run_refit(policy, engine)
+    for greedy in (True, False):
+        with raises(RLError, "row"):
+            engine.generate(ctx.prompts(5, 9, 40), greedy=greedy)
+    policy.model.model.norm.weight.data.copy_(kept)
+    run_refit(policy, engine)
+    exact(ctx, policy, engine, "finite weights after those", engine.weights_version)

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
+from string import ascii_lowercase
 from typing import TYPE_CHECKING, Any
 
 import torch
+from allpairspy import AllPairs
 
 from rl_conformance.batches import generated, generated_mask
 from rl_conformance.checks.common import with_limit, with_penalty
-from rl_conformance.draws import declared_logprobs
+from rl_conformance.draws import as_configured, declared_logprobs
 from rl_conformance.expect import NotRun, require, same, same_tensor
+from rl_conformance.models import families_of
 from rl_conformance.registry import check
-from rl_core.errors import ConfigError
+from rl_core.batch import BatchedDataDict
+from rl_core.errors import CapabilityError, ConfigError
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -119,15 +124,17 @@ def greedy_ignores_temperature_and_truncation(ctx: Context) -> None:
     ctx.measure_error(got, declared_logprobs(ctx, data, output))
 
 
-@check(
-    "G11",
-    cases={family: {"family": family} for family in ("llama", "qwen2", "qwen3")},
-)
+#: Beyond the first context of models that have two; some engines' default is only that one.
+_LONGEST = 64
+
+
+@check("G11", cases=families_of("G11"))
 def greedy_agrees_with_the_reference(ctx: Context, family: str) -> None:
     """Tokens are the reference's argmax and log-probs lie within the dtype's tolerance."""
     path = ctx.model(family)
     oracle, data = ctx.oracle(path), ctx.prompts(4, 17, 9, 1, 30)
-    generation = ctx.generation(model_name=str(path), max_new_tokens=16)
+    with ctx.refusable(family):
+        generation = ctx.generation(model_name=str(path), max_new_tokens=12, max_model_len=_LONGEST)
     output = generation.generate(data, greedy=True)
     ends = output["unpadded_sequence_lengths"]
     expected = oracle.batch_logprobs(output["output_ids"], ends)
@@ -181,3 +188,49 @@ def a_repetition_penalty_shows_in_processed_logprobs(ctx: Context, mode: str) ->
     expected = declared_logprobs(ctx, data, output, **({} if mode == "raw" else how))
     got = output["logprobs"][generated_mask(data, output)]
     ctx.measure_error(got, expected, scale=_PENALTY)
+
+
+#: The default of each key, and another value. Tokens and letters are so many that rows end by them.
+_VALUES: dict[str, list[Any]] = {
+    "temperature": [1.0, 1.5],
+    "top_k": [None, 7],
+    "top_p": [1.0, 0.8],
+    "repetition_penalty": [1.0, 1.4],
+    "logprobs_mode": ["processed", "raw"],
+    "do_sample": [True, False],
+    "eos_token_id": [None, list(range(200, 230))],
+    "stop_token_ids": [None, list(range(100, 140))],
+    "stop_strings": [None, list(ascii_lowercase)],
+    "num_generations": [1, 3],
+    "max_model_len": [None, 24],
+    "max_new_tokens": [4, 9],
+    "pad_token_id": [None, 77],
+    "seed": [None, 2**63],
+    "call_deadline_s": [None, 600.0],
+}
+_PAIRS = {
+    str(number): {"config": row._asdict()}
+    for number, row in enumerate(AllPairs(OrderedDict(_VALUES)))
+}
+
+
+@check("G4", cases=_PAIRS)
+def every_pair_of_options_applies(ctx: Context, config: dict[str, Any]) -> None:
+    """Ends, padding, tokens and log-probs of rows are as configured, greedy and sampled."""
+    if ctx.manifest.capabilities["generation"]["multi_sample"].level != "full":
+        config = config | {"num_generations": 1}
+    try:
+        generation = ctx.generation(**config)
+    except (CapabilityError, ConfigError) as error:
+        if config["repetition_penalty"] == 1 or "repetition_penalty" not in str(error):
+            raise
+        config = config | {"repetition_penalty": 1.0}  # the backend refuses it
+        generation = ctx.generation(**config)
+    data = ctx.prompts(3, 9, 20, 24, 23, 5, seed=5)
+    data["stop_strings"] = [None, list("AEIOU"), [], None, list("012345"), ["e"]]
+    seeded: BatchedDataDict[Any] = BatchedDataDict({**data, "seed": torch.arange(6) * 1000})
+    for batch, greedy in ((data, True), (seeded, False), (data, False)):
+        output = generation.generate(batch, greedy=greedy)
+        rows = batch.repeat_interleave(config["num_generations"])
+        sampled = config["do_sample"] and not greedy
+        as_configured(ctx, rows, output, config | {"do_sample": sampled})

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from string import ascii_letters
 from typing import TYPE_CHECKING, Any
 
 from rl_conformance.batches import generated
 from rl_conformance.checks.common import Recital, greedy_rows, is_truncated, text_row
 from rl_conformance.continuations import find_row, find_stop, find_stop_string, is_text
 from rl_conformance.expect import NotRun, require, same
+from rl_conformance.models import make_reciting_model, make_tokenizer
 from rl_conformance.registry import check
 
 if TYPE_CHECKING:
@@ -269,3 +271,18 @@ def end_of_sequence_can_be_switched_off(ctx: Context) -> None:
         same(
             bool(output["truncated"][1]), not stops, f"truncated of row 1, with eos_token_id={eos}"
         )
+
+
+@check("G7")
+def a_long_string_ends_a_row_beside_a_short_one(ctx: Context) -> None:
+    """A match that begins 25 tokens back is found, wherever in the list its string is."""
+    tokens = make_tokenizer().encode(ascii_letters)
+    path = ctx.workshop.once("letters", lambda: make_reciting_model(ctx.directory(), tokens))
+    generation = ctx.generation(model_name=str(path), max_new_tokens=40)
+    long, end = ascii_letters[10:35], 34
+    stops = [[long], ["!", long], [long, "!"], ["!", long, "??"], ["!"]]
+    data = ctx.batch([tokens[:1]] * 5, stop_strings=stops)
+    output = generation.generate(data, greedy=True)
+    expected = [tokens[1 : end + 1]] * 4 + [tokens[1:41]]
+    same(generated(data, output), expected, f"tokens of rows with stop strings {stops}")
+    is_truncated(output, [False] * 4 + [True])

@@ -14,7 +14,7 @@ import torch
 from rl_conformance.batches import generated, random_rows
 from rl_conformance.checks.common import Recital
 from rl_conformance.draws import same_draws
-from rl_conformance.expect import fail, require, same
+from rl_conformance.expect import fail, raises, require, same
 from rl_conformance.refits import run_refit
 from rl_conformance.registry import check, refusal
 from rl_conformance.served import greedy, same_output
@@ -374,3 +374,18 @@ def calls_are_served_in_turn(ctx: Context) -> None:
     before = greedy(ctx, generation)
     for output in _at_once([lambda: greedy(ctx, generation)] * 4):
         same_output(ctx, output, before)
+
+
+@check("G18", capability="async_generation")
+def a_stream_has_a_deadline(ctx: Context) -> None:
+    """With ``call_deadline_s`` a stream that takes longer ends with a DeadlineError."""
+    generation = ctx.fresh_generation(**_LONG_CONFIG, call_deadline_s=0.001)
+    generation.prepare_for_generation()
+    data = ctx.prompts(*[_LONG] * 16)
+
+    async def read() -> None:
+        async for _ in generation.generate_async(data, greedy=True):
+            pass
+
+    with raises(DeadlineError, "call_deadline_s"):
+        asyncio.run(read())

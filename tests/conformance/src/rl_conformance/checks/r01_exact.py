@@ -12,6 +12,7 @@ from rl_conformance.checks.common import WAKINGS, adapted_policy, needs_adapters
 from rl_conformance.doubles import Engine, Engines, Trainer
 from rl_conformance.expect import NotRun, raises, require, same, same_tensor
 from rl_conformance.figures import Timeline
+from rl_conformance.models import families_of
 from rl_conformance.peers import RemoteGeneration
 from rl_conformance.quiet import no_progress_bars
 from rl_conformance.refits import (
@@ -321,11 +322,12 @@ def what_arrives_is_what_is_saved(ctx: Context) -> None:
         same_weights({name: installed[name] for name in saved}, saved, "the engine")
 
 
-@check("R7", needs=("generation",), cases=_FAMILIES)
+@check("R7", needs=("generation",), cases=families_of("R7"))
 def every_family_serves_what_arrived(ctx: Context, family: str) -> None:
-    """Tied and untied architectures, again and again: their log-probs are the policy's."""
+    """Tied, untied and large tensors, again and again: their log-probs are the policy's."""
     policy = ctx.closing(own_backend(ctx, "policy", family=family, seed=1))
-    engine = ctx.fresh_generation(model_name=str(ctx.model(family, seed=0)))
+    with ctx.refusable(family):
+        engine = ctx.fresh_generation(model_name=str(ctx.model(family, seed=0)))
     engine.prepare_for_generation()
     for version in (1, 2, 3):
         run_refit(policy, engine, delta=version == 3)
@@ -406,3 +408,16 @@ def adapters_of_a_policy_are_sent_alone(ctx: Context) -> None:
         errors.append(float((second.float() @ first.float() - update).abs().max()))
     tolerance = 1e-5 if ctx.settings.dtype == "float32" else 2e-2
     ctx.measure("largest error of B A", max(errors), tolerance)
+
+
+@check("R1", needs=("generation",))
+def frozen_parameters_of_a_module_arrive(ctx: Context) -> None:
+    """What is not trained, and differs, is sent by a full refit as by a delta."""
+    policy, engine = settable_trainer(ctx), ctx.refit_generation()
+    for name, parameter in policy.model.named_parameters():
+        parameter.requires_grad_("mlp" in name)
+    for step in range(3):
+        run_refit(policy.model, engine, delta=step == 2)
+        equal(policy, engine)
+        agree(ctx, policy, engine)
+        shuffle(policy, step, ["model.norm.weight"] if step else None)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -73,6 +74,7 @@ class ReferenceGeneration(GenerationBackend):
             rounded(self.model, self.kv_scales)
         self.adapters = self.adapters_class(self.model, lora.get("r", 16)) if lora else None
         self.tokenizer = oracle.tokenizer
+        self.boundary = oracle.boundary
         facts = ModelFacts(
             pad_token_id=oracle.pad_token_id,
             eos_token_ids=oracle.eos_token_ids,
@@ -127,6 +129,8 @@ class ReferenceGeneration(GenerationBackend):
     ) -> tuple[int, float]:
         """The next token after those that were seen, and its log-prob."""
         raw = logits.log_softmax(-1)
+        if raw.isnan().any():
+            return 0, math.nan  # which fails the row
         scores = penalised(logits, seen, sampling.repetition_penalty)
         if sampling.greedy:
             token = int(scores.argmax())
@@ -183,12 +187,13 @@ class ReferenceRows(RowEngine):
 
     def submit(self, rows: Sequence[Row]) -> None:
         """See :meth:`RowEngine.submit`."""
-        self.rows |= {row.key: _Row(row) for row in rows}
+        self.rows |= {row.key: _Row(row, self._backend.boundary) for row in rows}
 
     def collect(self) -> list[Completion]:
         """See :meth:`RowEngine.collect`."""
-        logits = self._backend.next_logits({tuple(row.ids) for row in self.rows.values()})
-        for row in self.rows.values():
+        unfinished = [row for row in self.rows.values() if row.done is None]
+        logits = self._backend.next_logits({tuple(row.ids) for row in unfinished})
+        for row in unfinished:
             self._backend.step(row, logits[tuple(row.ids)], row.sampling)
         done = [row.done for row in self.rows.values() if row.done is not None]
         self.cancel([completion.row for completion in done])
@@ -201,19 +206,20 @@ class ReferenceRows(RowEngine):
 
 
 class _Row:
-    """A row on its way."""
+    """A row that is not complete."""
 
-    def __init__(self, row: Row) -> None:
+    def __init__(self, row: Row, boundary: int) -> None:
         self.index = row.key
         self.call = row.call
         self.sampling = row.sampling
         self.prompt_length = len(row.token_ids)
         self.ids = list(row.token_ids)
         self.logprobs: list[float] = []
-        self.budget = row.budget
+        left = boundary - self.prompt_length
+        self.budget = row.budget if left < 0 else min(row.budget, left)
         self.stop_strings = row.stop_strings
         self.generator = torch.Generator().manual_seed(row.seed)
-        self.done: Completion | None = None
+        self.done = None if self.budget else Completion(row.key, [], [], True)
 
     @property
     def new(self) -> list[int]:
