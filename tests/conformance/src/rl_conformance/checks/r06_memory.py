@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from rl_conformance.checks.common import refit_in_sequence
 from rl_conformance.expect import raises, same
-from rl_conformance.leftovers import Leftovers
+from rl_conformance.leftovers import left_each_time
 from rl_conformance.memory import MemoryPeak
 from rl_conformance.refits import MODES, equal, run_refit, supports, unequal_pair
 from rl_conformance.registry import check, refusal
@@ -19,10 +19,6 @@ if TYPE_CHECKING:
 
 
 _REFITS = 100
-
-
-#: After which of them buffers and caches are warm.
-_WARM = 4
 
 
 #: Memory is watched for the last so many. What grows is watched again: an allocator settles.
@@ -50,26 +46,29 @@ def staged_refits_stay_exact(ctx: Context) -> None:
 
 def _repeat(ctx: Context, policy: Any, generation: Any, **options: Any) -> None:
     data, loss = training_batch((9, 14, 6)), NegativeLogLikelihood()
+    refits = growth = 0
 
     def refit(times: int) -> None:
+        nonlocal refits
         for _ in range(times):
             policy.prepare_for_training()
             policy.train(data, loss)
             run_refit(policy, generation, **options)
             equal(policy, generation)
+            refits += 1
 
-    refit(_WARM)
-    before = Leftovers.now()
-    refit(_REFITS - _WARM - _WATCHED)
-    for look in range(_LOOKS):  # noqa: B007 - the number is used below
-        peak = MemoryPeak()
-        refit(_WATCHED)
-        if (growth := peak.resident()) <= _MOST_GROWTH:
-            break
-    refits = _REFITS + _WATCHED * look
+    def watch() -> None:
+        nonlocal growth
+        for _ in range(_LOOKS):
+            peak = MemoryPeak()
+            refit(_WATCHED)
+            if (growth := peak.resident()) <= _MOST_GROWTH:
+                break
+
+    refit(_REFITS - _WATCHED)
+    left = left_each_time(watch)
     same(generation.weights_version, refits, f"weights_version after {refits} refits")
-    grown = before.wait_until_back()
-    same(grown, [], f"left behind by {refits - _WARM} refits")
+    same(left, [], f"left behind by {_WATCHED} refits, each time")
     ctx.measure("memory_growth", growth, _MOST_GROWTH, "bytes")
 
 
