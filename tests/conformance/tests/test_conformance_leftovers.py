@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
-import threading
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 
+import psutil
 import pytest
 
 from rl_conformance import leftovers
-from rl_conformance.leftovers import Leftovers
+from rl_conformance.leftovers import Leftovers, adopt_orphans, left_each_time
 
 HOLDER = """
 import mmap, sys
@@ -32,25 +33,38 @@ def shared() -> Iterator[Path]:
     path.unlink(missing_ok=True)
 
 
-def test_shared_memory_that_stays_is_left_behind(
+@pytest.fixture(autouse=True)
+def soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(leftovers, "_LETTING_GO_S", 0.1)
+
+
+@pytest.mark.parametrize("times", [1, 3])
+def test_only_what_stays_each_time_is_left_behind(shared: Path, times: int) -> None:
+    names = [shared.with_name(f"{shared.name}-{n}") for n in range(times)]
+    waiting = iter(names)
+    try:
+        left = left_each_time(lambda: next(waiting, Path(os.devnull)).write_bytes(bytes(4096)))
+        assert (f"shared memory {names[-1].name}" in left) == (times == 3)
+    finally:
+        for name in names:
+            name.unlink()
+
+
+def test_a_process_that_left_the_tree_is_left_behind() -> None:
+    """A daemon: its parent has ended."""
+    adopt_orphans()
+    before = Leftovers.now()
+    script = "from subprocess import *; print(Popen(['sleep', '600'], stdout=DEVNULL).pid)"
+    done = subprocess.run([sys.executable, "-c", script], stdout=subprocess.PIPE, timeout=60)
+    pid = int(done.stdout)
+    assert f"process {pid}" in before.wait_until_back(0.1)
+    os.kill(pid, signal.SIGKILL)
+    assert f"process {pid}" not in before.wait_until_back(30)
+
+
+def test_shared_memory_that_another_program_uses_is_its_own(
     shared: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(leftovers, "_OF_OTHERS_S", 0.5)
-    before = Leftovers.now()
-    shared.write_bytes(bytes(4096))
-    assert f"shared memory {shared.name}" in before.wait_until_back(0.1)
-
-
-def test_shared_memory_that_goes_away_in_a_while_is_not(shared: Path) -> None:
-    before = Leftovers.now()
-    shared.write_bytes(bytes(4096))
-    timer = threading.Timer(1.0, shared.unlink)
-    timer.start()
-    assert f"shared memory {shared.name}" not in before.wait_until_back(5.0)
-    timer.join()
-
-
-def test_shared_memory_that_another_process_uses_is_its_own(shared: Path) -> None:
     shared.write_bytes(bytes(4096))
     command = [sys.executable, "-c", HOLDER, str(shared)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as holder:
@@ -59,6 +73,8 @@ def test_shared_memory_that_another_process_uses_is_its_own(shared: Path) -> Non
         holder.stdout.readline()
         now = Leftovers.now()
         without = replace(now, shared_memory=now.shared_memory - {shared.name})
+        assert [what for what in now.beyond(without) if "shared" in what]
+        monkeypatch.setattr(psutil.Process, "children", lambda *_, **__: [])  # another's child
         assert now.beyond(without) == []
         holder.stdin.write(b"\n")
         holder.stdin.close()

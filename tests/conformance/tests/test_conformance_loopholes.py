@@ -16,7 +16,7 @@ import torch
 from rl_conformance import GenerationConformance
 from rl_conformance.checks import d01_discovery as d_checks
 from rl_conformance.context import Context
-from rl_conformance.expect import CheckFailed
+from rl_conformance.deadline import NoVerdict
 from rl_conformance.faults import dropping, in_the_engine
 from rl_conformance.harness import Harness
 from rl_conformance.outcome import Measure, Outcome, RunReport, Status, Verdict
@@ -30,6 +30,7 @@ from rl_conformance.settings import Settings
 from rl_conformance.target import Target
 from rl_conformance.training import without_finite_gradient
 from rl_core.errors import BrokenPluginError
+from rl_core.interfaces import WeightSink
 from rl_core.plugins import discovery
 from rl_core.plugins.manifest import Capability
 
@@ -174,14 +175,28 @@ def _with_a_fault(ctx: Context, tensor: str) -> None:
 
 
 @pytest.mark.parametrize("tensor", ["model.norm.weight", "of another model"])
-def test_a_fault_that_changes_nothing_fails_its_check(tensor: str) -> None:
+def test_a_fault_that_changes_nothing_is_an_error(tensor: str) -> None:
     outcome = _outcome_of(lambda ctx: _with_a_fault(ctx, tensor))
     if tensor == "model.norm.weight":
         assert outcome.status is Status.PASSED, outcome.message
     else:
-        assert outcome.status is Status.FAILED
-        assert "the suite's own fault dropping" in outcome.message
-        assert "it changed nothing" in outcome.message
+        assert outcome.status is Status.ERROR
+        assert "the suite's own fault did not take place: dropping" in outcome.message
+
+
+class _NewClassForEachSink(ReferenceGeneration):
+    def weight_sink(self) -> WeightSink:
+        sink = super().weight_sink()
+        sink.__class__ = type("Sink", (type(sink),), {})
+        return sink
+
+
+def test_a_fault_is_put_into_sinks_of_new_classes() -> None:
+    target = reference_target(make_generation=_NewClassForEachSink.from_config)
+    with Harness(target) as harness:
+        for check in select(["refit"], "R11 and write or R15 and dropping or R10 and failed"):
+            outcome = harness.outcome(check)
+            assert outcome.status is Status.PASSED, outcome.message
 
 
 def test_a_fault_of_a_gradient_is_looked_for() -> None:
@@ -189,7 +204,7 @@ def test_a_fault_of_a_gradient_is_looked_for() -> None:
     inputs = torch.zeros(2, 3, requires_grad=True)
     assert without_finite_gradient(inputs.sum(), inputs) == 0
     finite = mock.patch.object(torch.Tensor, "sqrt", lambda self: self.clamp(min=0) * 0)
-    with finite, pytest.raises(CheckFailed, match="has a finite gradient"):
+    with finite, pytest.raises(NoVerdict, match="a gradient with NaN"):
         without_finite_gradient(inputs.sum(), inputs)
 
 

@@ -13,11 +13,8 @@ from rl_conformance.catalogue import KINDS
 if TYPE_CHECKING:
     import argparse
 
-    from rl_conformance.outcome import Outcome, RunReport
-    from rl_conformance.registry import Check
+    from rl_conformance.outcome import RunReport
     from rl_conformance.reports import Matrix
-    from rl_conformance.settings import Settings
-    from rl_conformance.target import Target
 
 __all__ = ["app"]
 
@@ -59,9 +56,11 @@ def run(options: argparse.Namespace) -> int:
     from rl_conformance.fast import FAST
     from rl_conformance.ledger import read_ledger
     from rl_conformance.parallel import run_in_processes
+    from rl_conformance.progress import RunProgress
     from rl_conformance.registry import profile
     from rl_conformance.reports import ReportFiles
     from rl_conformance.run import find_target, select
+    from rl_conformance.run import run as run_suite
     from rl_conformance.settings import Settings
     from rl_core.errors import ConfigError
 
@@ -94,16 +93,26 @@ def run(options: argparse.Namespace) -> int:
     checks = select(kind, k, among)
     fast = ["--fast"] if options.fast else []
     selection = " and ".join([*fast, *kind, *([k] if k else [])])
-    if processes > 1:
-        if selection or options.device == "cuda" or options.url:
-            raise ConfigError(
-                "-n runs everything, on a CPU, and not with one server",
-                fix="leave out -n, or --fast, --kind, -k and --url",
-                key="-n",
+    if processes > 1 and (selection or options.device == "cuda" or options.url):
+        raise ConfigError(
+            "-n runs everything, on a CPU, and not with one server",
+            fix="leave out -n, or --fast, --kind, -k and --url",
+            key="-n",
+        )
+    with RunProgress(target, checks) as progress:
+        if processes > 1:
+            ledger = options.known_failures
+            report = run_in_processes(name, settings, ledger, processes, progress.advance)
+        else:
+            report = run_suite(
+                target,
+                settings,
+                checks if selection else None,
+                selection=selection,
+                known=known,
+                on_start=progress.begin,
+                on_outcome=progress.advance,
             )
-        report = run_in_processes(name, settings, options.known_failures, processes)
-    else:
-        report = _run_with_progress(target, settings, checks, selection, known)
     parts = ["rl", "conformance", "run", name, *settings.options(), *fast]
     parts += [part for each in kind for part in ("--kind", each)]
     parts += ["-k", k] if k else []
@@ -126,47 +135,6 @@ def merge(options: argparse.Namespace) -> None:
     if options.markdown:
         write_text(options.markdown, matrix_to_markdown(matrix))
     _print_matrix(matrix)
-
-
-def _run_with_progress(
-    target: Target, settings: Settings, checks: list[Check], selection: str, known: dict[str, str]
-) -> RunReport:
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-    from rich.text import Text
-
-    from rl_conformance.run import run as run_suite
-
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-    )
-    with Progress(*columns, transient=True) as progress:
-        task = progress.add_task(target.name, total=len(checks))
-
-        def begin(check: Check) -> None:
-            progress.update(task, description=check.id)
-
-        def advance(outcome: Outcome) -> None:
-            progress.update(task, advance=1)
-            story = outcome.story.rstrip() if outcome.status.bad else ""
-            if not progress.console.is_terminal:  # a log: lines that are not broken
-                print(f"{outcome.status:<16} {outcome.check} ({outcome.seconds:.1f} s)", flush=True)
-                print(story, end="\n" if story else "", flush=True)
-            elif story:
-                text = Text.assemble((f"{outcome.status} ", "red"), f"{outcome.check}\n{story}")
-                progress.console.print(text, soft_wrap=True)
-
-        return run_suite(
-            target,
-            settings,
-            checks if selection else None,
-            selection=selection,
-            known=known,
-            on_start=begin,
-            on_outcome=advance,
-        )
 
 
 def _print_matrix(matrix: Matrix) -> None:
@@ -195,7 +163,7 @@ def _print_summary(report: RunReport) -> None:
     from rich.markup import escape
     from rich.table import Table
 
-    from rl_conformance.reports import status_text, worst_measure
+    from rl_conformance.reports import reason, status_text, worst_measure
 
     table = Table(box=None, expand=True)
     for column in ("clause", "status", "checks", "worst figure", "at most"):
@@ -213,9 +181,9 @@ def _print_summary(report: RunReport) -> None:
         )
     console = Console()
     console.print(table)
-    reasons = {o.message for o in report.outcomes if o.status == "not_run" and not o.excused}
-    for reason in sorted(reasons):
-        console.print(f"[red]not run:[/] {escape(reason)}")
+    messages = {o.message for o in report.outcomes if o.status == "not_run" and not o.excused}
+    for message in sorted(messages):
+        console.print(f"[red]not run:[/] {escape(message)}")
     counts = ", ".join(f"{n} {status}" for status, n in report.counts().items())
     if report.selection:
         print(f"Only a part of the suite was run: {report.selection}")
@@ -223,7 +191,11 @@ def _print_summary(report: RunReport) -> None:
         console.print(report.cites, markup=False)
     if report.missing:
         console.print(f"Without a result: {', '.join(report.missing)}")
-    console.print(f"{counts}; {report.seconds:.0f} s", markup=False)
+    for outcome in report.outcomes:
+        if outcome.status.bad:
+            print(f"{outcome.status} {outcome.check}: {reason(outcome)}\n  {outcome.command}")
+    built = f"{report.engines} engines and {report.policies} policies were built"
+    console.print(f"{counts}; {report.seconds:.0f} s; {built}", markup=False)
     console.print(f"{report.backend}: {report.headline}", markup=False)
 
 

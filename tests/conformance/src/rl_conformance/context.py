@@ -7,6 +7,7 @@ import math
 import re
 import tempfile
 import warnings
+from collections import Counter
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -60,6 +61,9 @@ class Workshop:
         self._certain: dict[tuple[Any, ...], list[Continuation]] = {}
         self._computed: dict[str, Any] = {}
         self._shared: dict[str, dict[str, Any]] = {}
+        self._asked_for: Counter[tuple[str, str]] = Counter()
+        #: How many backends of each kind were built.
+        self.built: Counter[str] = Counter()
         self._watched = ExitStack()
         #: Whether the check that runs has a client of the server that the run was given.
         self.serves = False
@@ -105,6 +109,7 @@ class Workshop:
 
     def build(self, kind: str, dtype: str, config: dict[str, Any]) -> Any:
         """A new backend of the target, or the suite's reference if it does not offer the kind."""
+        self.built[kind] += 1
         own = kind not in self.target.manifest.kinds
         whole = {"model_name": str(self.model()), **config}
         if self.settings.url is not None and kind == "generation":
@@ -171,13 +176,18 @@ class Workshop:
         return self.keep(kind, key, lambda: self.build(kind, dtype, config))
 
     def keep(self, kind: str, key: str, build: Callable[[], Any], most: int = _KEPT) -> Any:
-        """What is built for the first check that needs it; of a kind, so many are kept."""
+        """What is built for the first check that needs it; of a kind, so many are kept.
+
+        What was asked for the least often makes room.
+        """
         kept = self._shared.setdefault(kind, {})
+        self._asked_for[kind, key] += 1
         if key in kept:
             kept[key] = kept.pop(key)
             return kept[key]
         while len(kept) >= most:
-            kept.pop(next(iter(kept))).shutdown()
+            rarest = min(kept, key=lambda each: self._asked_for[kind, each])
+            kept.pop(rarest).shutdown()
         kept[key] = build()
         return kept[key]
 

@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Generic, NoReturn, TypeVar
 
 from rl_conformance.calls import calls_made
-from rl_conformance.deadline import TookTooLong
+from rl_conformance.deadline import NoVerdict
 
 if TYPE_CHECKING:
     from collections.abc import Generator
@@ -21,6 +21,7 @@ __all__ = [
     "raised",
     "raises",
     "require",
+    "require_fault",
     "same",
     "same_tensor",
     "within",
@@ -94,6 +95,18 @@ def require(condition: object, what: str, expected: object, got: object) -> None
         fail(what, expected, got)
 
 
+def require_fault(condition: object, fault: str, why: str) -> None:
+    """Ends the check without a verdict unless the suite's own fault took place.
+
+    Args:
+        condition: Whether it did.
+        fault: What the suite did.
+        why: What it looks like, or can be, if it did not.
+    """
+    if not condition:
+        raise NoVerdict(f"the suite's own fault did not take place: {fault}; {why}")
+
+
 def same(got: object, expected: object, what: str) -> None:
     """Fails unless two values are equal, and ``True`` and ``False`` are just that.
 
@@ -129,7 +142,7 @@ def raises(expected: type[E] | tuple[type[E], ...], *mentions: str) -> Generator
     caught: Caught[E] = Caught()
     try:
         yield caught
-    except (CheckFailed, NotRun, TookTooLong):
+    except (CheckFailed, NotRun, NoVerdict):
         raise
     except Exception as error:
         raised(error, expected, *mentions)

@@ -9,15 +9,15 @@ from __future__ import annotations
 import os
 import secrets
 import signal
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 from unittest import mock
 
 import torch
 
-from rl_conformance.expect import NotRun, require
+from rl_conformance.expect import NotRun, require_fault
 from rl_core.errors import CapabilityError
-from rl_core.interfaces import Piece
+from rl_core.interfaces import Piece, WeightSink
 from rl_core.weights.protocol.frames import Channel
 from rl_core.weights.protocol.messages import BucketReady
 from rl_core.weights.sending.share import Share
@@ -29,7 +29,6 @@ if TYPE_CHECKING:
         ColocatablePolicyInterface,
         GenerationInterface,
         TensorSpec,
-        WeightSink,
         WeightSource,
     )
 
@@ -61,7 +60,7 @@ class InjectedFault(Exception):
 def in_the_engine(
     generation: GenerationInterface, fault: Callable[..., Any], **arguments: Any
 ) -> Generator[None]:
-    """Puts a fault into the class that writes into the engine, in whatever process that is.
+    """Puts a fault into each class that writes into the engine, in whatever process that is.
 
     Args:
         generation: A :class:`rl_backends.GenerationBackend`.
@@ -69,7 +68,7 @@ def in_the_engine(
         **arguments: Its further arguments.
 
     Raises:
-        CheckFailed: At the end, if the fault changed nothing in any process.
+        NoVerdict: At the end, whatever the block raised, if the fault took place in no process.
     """
     beside = _beside(generation)
     key = secrets.token_hex(8)
@@ -78,9 +77,9 @@ def in_the_engine(
         yield
     finally:
         struck = beside(f"{__name__}:end", key=key)
-    what = f"the suite's own fault {fault.__name__}, which it puts into the engine's sink"
-    got = "it changed nothing: the refit failed before, or does not write through weight_sink()"
-    require(any(struck), what, "it changes what the refit writes", got)
+        what = f"{fault.__name__}, in the class of the engine's weight_sink()"
+        why = "the refit failed before, or does not write through a WeightSink of weight_sink()"
+        require_fault(any(struck), what, why)
 
 
 def writes_in_place(generation: GenerationInterface) -> bool:
@@ -110,23 +109,30 @@ def _beside(generation: GenerationInterface) -> Callable[..., list[Any]]:
 
 # -- called beside the weights ---------------------------------------------------------------------
 
-#: By key: a fault that is in, and how often it struck.
-_ENTERED: dict[str, tuple[Any, list[None]]] = {}
+#: By key: what takes a fault out, and for each class that has it how often it took place.
+_ENTERED: dict[str, tuple[ExitStack, list[list[None]]]] = {}
 
 
 def begin(
     make_sink: Callable[[], WeightSink], key: str, fault: str, arguments: dict[str, Any]
 ) -> None:
-    """Puts a fault of this module into a sink's class."""
-    entered = globals()[fault](type(make_sink()), **arguments)
-    _ENTERED[key] = entered, entered.__enter__()
+    """Puts a fault of this module into the classes of an engine's sinks."""
+    entered, struck = _ENTERED[key] = ExitStack(), []
+
+    def enter(sink: type[WeightSink], /, **_: Any) -> None:
+        struck.append(entered.enter_context(globals()[fault](sink, **arguments)))
+
+    enter(type(make_sink()))
+    # An engine may make a new class for each sink.
+    new = mock.patch.object(WeightSink, "__init_subclass__", classmethod(enter))
+    entered.enter_context(new)
 
 
 def end(_: Callable[[], WeightSink], key: str) -> bool:
     """Takes it out; whether it changed anything."""
     entered, struck = _ENTERED.pop(key)
-    entered.__exit__(None, None, None)
-    return bool(struck)
+    entered.close()
+    return any(struck)
 
 
 def has_targets(make_sink: Callable[[], WeightSink]) -> bool:
@@ -136,17 +142,7 @@ def has_targets(make_sink: Callable[[], WeightSink]) -> bool:
 
 def die_at(make_sink: Callable[[], WeightSink], method: str, count: int) -> int:
     """Kills this process at the given call of a method of its sink; its pid."""
-    sink = type(make_sink())
-    original, calls = getattr(sink, method), iter(range(1 << 30))
-
-    def dying(*args: Any, **kwargs: Any) -> Any:
-        if next(calls) == count:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return original(*args, **kwargs)
-
-    mock.patch.object(sink, method, dying).start()
-    if method == "write":  # what would bypass it is switched off
-        mock.patch.object(sink, "pieces", return_value=None).start()
+    begin(make_sink, "die_at", "dying", {"method": method, "count": count})
     return os.getpid()
 
 
@@ -254,6 +250,23 @@ def failing_write(sink: type[WeightSink], after: int) -> Any:
 
 
 @contextmanager
+def dying(sink: type[WeightSink], method: str, count: int) -> Generator[list[None]]:
+    """Fault: the process is killed at the given call of a method."""
+    original, calls = getattr(sink, method), iter(range(1 << 30))
+
+    def faulty(*args: Any, **kwargs: Any) -> Any:
+        if next(calls) == count:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return original(*args, **kwargs)
+
+    with ExitStack() as patches:
+        patches.enter_context(mock.patch.object(sink, method, faulty))
+        if method == "write":  # what would bypass it is switched off
+            patches.enter_context(mock.patch.object(sink, "pieces", return_value=None))
+        yield []
+
+
+@contextmanager
 def failing_finish(sink: type[WeightSink]) -> Generator[list[None]]:
     """Fault: the engine fails once, when all tensors were written."""
     original = sink.finish
@@ -289,7 +302,7 @@ def between_tensors(
         mock.patch.object(source, "pieces", return_value=None),
     ):
         yield
-    require(acted, "the refit", f"more than {after} tensors from the source", "it ended before")
+    require_fault(acted, f"an act after {after} tensors of the source", "the refit ended before")
 
 
 @contextmanager
@@ -308,7 +321,7 @@ def at_the_first_bucket(act: Callable[[], object]) -> Generator[None]:
 
     with mock.patch.object(Channel, "encode", faulty):
         yield
-    require(not pending, "the refit", "a first bucket", "it ended before")
+    require_fault(not pending, "an act at the first bucket", "the refit ended before")
 
 
 @contextmanager

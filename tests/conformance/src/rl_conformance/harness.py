@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, Self
 
 from rl_conformance.calls import calls_made, forget_calls
 from rl_conformance.context import Context, Workshop
-from rl_conformance.deadline import TookTooLong, deadline
+from rl_conformance.deadline import NoVerdict, TookTooLong, deadline
 from rl_conformance.expect import CheckFailed, NotRun
+from rl_conformance.leftovers import adopt_orphans
 from rl_conformance.outcome import Outcome, Status, labelled
 from rl_conformance.quiet import no_progress_bars
 from rl_conformance.registry import refusal_for
@@ -59,6 +60,7 @@ class Harness:
         self.workshop = Workshop(target, self.settings)
         self.known = dict(known or {})
         self._outcomes: dict[str, Outcome] = {}
+        adopt_orphans()
 
     def __enter__(self) -> Self:
         return self
@@ -83,8 +85,10 @@ class Harness:
             return Outcome(check.id, check.title, Status.NOT_RUN, message=reason, excused=excused)
         run = [self.target.name, *self.settings.options()]
         context = Context(self.workshop, self.outcome)
+        before = self.workshop.built.copy()
         function, passed = self._function(check)
         status, message, excused = self._attempt(context, check, function, passed)
+        built = self.workshop.built - before
         if listed := self.known.get(check.id):
             if status in (Status.FAILED, Status.ERROR):
                 status, message = Status.KNOWN_FAILURE, f"{listed}: {message}"
@@ -103,6 +107,8 @@ class Harness:
             tuple(context.figures),
             check.where,
             shlex.join(["rl", "conformance", "run", *run, "-k", check.id]),
+            built["generation"],
+            built["policy"],
         )
 
     def _attempt(
@@ -137,6 +143,9 @@ class Harness:
             at = f"\nthe backend's threads are at {'; '.join(running)}" if running else ""
             text = f"{late}\n{advice}\ncalls made: {did}{at}"
             return self._discarding(Status.ERROR, text)
+        except NoVerdict as error:
+            meanwhile = f"\nraised meanwhile: {error.__context__}" if error.__context__ else ""
+            return self._discarding(Status.ERROR, f"{error}\ncalls made: {did}{meanwhile}")
         except KeyboardInterrupt:
             raise
         except BaseException as error:  # a backend may call sys.exit or pytest.skip: no verdict

@@ -2,21 +2,60 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import os
+import sys
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Self
+from typing import TYPE_CHECKING, Self
 
 import psutil
 
-__all__ = ["Leftovers"]
+from rl_conformance.deadline import stretched
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+__all__ = ["Leftovers", "adopt_orphans", "is_running", "left_each_time"]
 
 _SHARED_MEMORY = Path("/dev/shm")
-#: Seconds within which what another run has killed is cleaned up by what is left of it.
-_OF_OTHERS_S = 30.0
-_SHARED = "shared memory"
+_PR_SET_CHILD_SUBREAPER = 36
+#: Seconds, on a quiet machine, within which threads and orphans let go of what they hold.
+_LETTING_GO_S = 8.0
+#: So many times something is done that seems to leave shared memory behind.
+_TRIES = 3
+
+
+def adopt_orphans() -> None:
+    """Makes orphans children of this process, where Linux would make them children of init.
+
+    So a process that a backend started is found also once its parent has ended.
+    """
+    if psutil.LINUX:
+        ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+
+
+def left_each_time(act: Callable[[], object], *, files: bool = True) -> list[str]:
+    """What an act leaves behind each time it is done, in words.
+
+    Shared memory has no owner, and other programs of this user may leave some meanwhile. So an act
+    that seems to leave something is done again, and what it really leaves is found each time.
+
+    Args:
+        act: What is done.
+        files: Whether file descriptors count.
+    """
+    left: list[str] = []
+    for _ in range(_TRIES):
+        before = Leftovers.now()
+        if not files:
+            before = replace(before, files=sys.maxsize)
+        act()
+        if not (left := before.wait_until_back(_LETTING_GO_S)):
+            break
+    return left
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +63,7 @@ class Leftovers:
     """A snapshot of this process.
 
     Attributes:
-        children: Ids of its child processes.
+        children: Ids of the running processes that it or its descendants started.
         shared_memory: Names of this user's shared memory objects.
         sockets: Paths and addresses of its sockets.
         files: Number of open file descriptors.
@@ -51,7 +90,7 @@ class Leftovers:
         process = psutil.Process()
         children = process.children(recursive=True)
         return cls(
-            children=frozenset(str(child.pid) for child in children),
+            children=frozenset(str(child.pid) for child in children if is_running(child.pid)),
             shared_memory=frozenset(_own_shared_memory()),
             sockets=frozenset(_listening(process)),
             files=process.num_fds(),
@@ -62,7 +101,7 @@ class Leftovers:
         """What this snapshot has that the other has not, in words."""
         found = [f"process {pid}" for pid in sorted(self.children - other.children)]
         names = sorted(self.shared_memory - other.shared_memory)
-        found += [f"{_SHARED} {name}" for name in names if not _used_elsewhere(name)]
+        found += [f"shared memory {name}" for name in names if not _used_elsewhere(name)]
         found += [f"socket {name}" for name in sorted(self.sockets - other.sockets)]
         if self.files > other.files:
             found.append(f"{self.files - other.files} file descriptors")
@@ -70,19 +109,20 @@ class Leftovers:
             found.append(f"{self.device_bytes - other.device_bytes} bytes of device memory")
         return found
 
-    def wait_until_back(self, seconds: float = 5.0) -> list[str]:
-        """What is left beyond this snapshot; threads get a moment to let go.
-
-        Shared memory has no owner. What no process uses may be of another run's killed process, and
-        then it goes away in a while: it is waited for longer.
-        """
-        started = time.monotonic()
-        while left := Leftovers.now().beyond(self):
-            nameless = all(what.startswith(_SHARED) for what in left)
-            if time.monotonic() - started > (_OF_OTHERS_S if nameless else seconds):
-                break
+    def wait_until_back(self, seconds: float) -> list[str]:
+        """What is left beyond this snapshot once threads and orphans had time to let go."""
+        end = time.monotonic() + stretched(seconds)
+        while (left := Leftovers.now().beyond(self)) and time.monotonic() < end:
             time.sleep(0.05)
         return left
+
+
+def is_running(pid: int) -> bool:
+    """Whether a process has not ended. One that its parent has not waited for has."""
+    try:
+        return bool(psutil.Process(pid).status() != psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return False
 
 
 def _own_shared_memory() -> list[str]:
@@ -100,9 +140,10 @@ def _own_shared_memory() -> list[str]:
 
 
 def _used_elsewhere(name: str) -> bool:
-    """Whether another process has the shared memory mapped: it is that process's own."""
+    """Whether a process that this one did not start has the shared memory mapped."""
+    own = {os.getpid(), *(child.pid for child in psutil.Process().children(recursive=True))}
     for maps in Path("/proc").glob("[0-9]*/maps"):
-        if maps.parent.name == str(os.getpid()):
+        if int(maps.parent.name) in own:
             continue
         try:
             if f"/{name}" in maps.read_text(errors="replace"):

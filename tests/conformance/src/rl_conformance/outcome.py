@@ -110,6 +110,8 @@ class Outcome:
         figures: What it recorded for the plots of the report.
         where: File and line of the check.
         command: Runs it alone.
+        engines: How many engines were built for it; those that another check built do not count.
+        policies: How many policies, likewise.
     """
 
     check: str
@@ -122,6 +124,8 @@ class Outcome:
     figures: tuple[Figure, ...] = ()
     where: str = ""
     command: str = ""
+    engines: int = 0
+    policies: int = 0
 
     @property
     def story(self) -> str:
@@ -160,6 +164,8 @@ class Outcome:
             "figures": [figure_as_dict(figure) for figure in self.figures],
             "where": self.where,
             "command": self.command,
+            "engines": self.engines,
+            "policies": self.policies,
         }
 
     @classmethod
@@ -176,6 +182,8 @@ class Outcome:
             figures=figures_from(data.get("figures", ())),
             where=data.get("where", ""),
             command=data.get("command", ""),
+            engines=data.get("engines", 0),
+            policies=data.get("policies", 0),
         )
 
 
@@ -243,6 +251,16 @@ class RunReport:
             ClauseResult(CLAUSES[id_], tuple(o for o in self.outcomes if o.clause == id_))
             for id_ in self.clauses
         ]
+
+    @property
+    def engines(self) -> int:
+        """How many engines were built, over all processes."""
+        return sum(outcome.engines for outcome in self.outcomes)
+
+    @property
+    def policies(self) -> int:
+        """How many policies were built, over all processes."""
+        return sum(outcome.policies for outcome in self.outcomes)
 
     @property
     def missing(self) -> list[str]:

@@ -33,8 +33,8 @@ if TYPE_CHECKING:
 
 __all__ = ["PeerGoneError", "RemoteGeneration", "RemotePolicy"]
 
-#: Seconds within which a peer must start or answer.
-_ANSWER_S = 240.0
+#: Seconds within which a peer must start or answer; the deadlines of checks are shorter.
+_ANSWER_S = 3600.0
 
 
 class PeerGoneError(Exception):
@@ -53,6 +53,7 @@ class _Peer:
     def __init__(self, ctx: Context, kind: str, config: dict[str, Any]) -> None:
         reference = kind not in ctx.manifest.kinds or not ctx.target.installed
         name = "" if reference else ctx.target.name
+        ctx.workshop.built[kind] += 1
         spec = {
             "backend": name,
             "kind": kind,

@@ -7,6 +7,8 @@ is loaded in every pytest run of an environment, so it imports neither torch nor
 from __future__ import annotations
 
 import argparse
+import json
+import os
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -35,6 +37,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--rl-layouts", choices=("few", "all"), default="few", help="over ranks: few, or all"
     )
     group.addoption("--rl-known-failures", metavar="FILE", help="ledger of known failures (TOML)")
+    # The file descriptor on which `rl conformance run -n` reads outcomes, one a line.
+    group.addoption("--rl-outcomes", type=int, help=argparse.SUPPRESS)
     group.addoption("--rl-report", metavar="FILE", type=Path, help="write the report as JSON")
 
 
@@ -109,6 +113,8 @@ class _Reporter:
                 environment = value["environment"]
                 run = (value["backend"], environment["device"], environment["dtype"])
                 self.found.setdefault(run, []).append(Outcome.from_dict(value["outcome"]))
+                if (file := self.config.getoption("rl_outcomes")) is not None:
+                    os.write(file, json.dumps(value["outcome"]).encode() + b"\n")
                 self.environments[run] = environment
 
     def pytest_sessionfinish(self, session: pytest.Session) -> None:

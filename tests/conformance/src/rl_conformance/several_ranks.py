@@ -120,6 +120,7 @@ def policy_on(
     from rl_core.create import create_policy
     from rl_hosting import LocalCluster
 
+    ctx.workshop.built["policy"] += 1
     base = ctx.target.base_config("policy", ctx.settings, dtype)
     return create_policy({**base, **config}, LocalCluster(ranks))
 

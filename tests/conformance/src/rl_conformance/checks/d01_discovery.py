@@ -65,7 +65,7 @@ def listed_without_its_engine(ctx: Context) -> None:
         [sys.executable, "-c", _LISTING, json.dumps(hidden)],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=600,  # the deadline of the check is shorter
     )
     require(not listing.returncode, "list_backends()", "no error", listing.stderr)
     answer = json.loads(listing.stdout)

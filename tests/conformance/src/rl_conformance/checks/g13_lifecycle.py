@@ -12,9 +12,10 @@ import torch
 
 from rl_conformance.batches import pad_rows
 from rl_conformance.checks.common import WAKINGS, Witness, two_engines
+from rl_conformance.deadline import stretched
 from rl_conformance.expect import raised, raises, require, same
 from rl_conformance.faults import between_tensors, source_class
-from rl_conformance.leftovers import Leftovers
+from rl_conformance.leftovers import left_each_time
 from rl_conformance.refits import DEADLINE_S, attempt, fresh_engine, run_refit
 from rl_conformance.registry import check, refusal
 from rl_conformance.served import greedy, made_by, same_output
@@ -221,13 +222,8 @@ def shutting_down_is_idempotent(ctx: Context) -> None:
 def shutdown_leaves_nothing_behind(ctx: Context) -> None:
     """No process, socket, shared memory or device memory outlives the backend."""
     _use_once(ctx)  # what a first use sets up for good is not a leak
-    left: list[str] = []
-    for _ in range(2):  # others in this process open files too; a leak does it every time
-        before = Leftovers.now()
-        _use_once(ctx)
-        if not (left := before.wait_until_back()):
-            break
-    same(left, [], "left behind after shutdown")
+    left = left_each_time(lambda: _use_once(ctx))
+    same(left, [], "left behind after shutdown, each time")
 
 
 def _use_once(ctx: Context) -> None:
@@ -326,7 +322,7 @@ def a_shutdown_ends_a_refit(ctx: Context) -> None:
 
     def shut_down() -> None:
         futures.put(shutting.submit(engine.shutdown))
-        time.sleep(0.2)
+        time.sleep(stretched(0.2))
 
     started = time.monotonic()
     with shutting, between_tensors(source_class(policy), after=5, act=shut_down):

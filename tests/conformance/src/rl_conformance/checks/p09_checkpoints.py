@@ -53,13 +53,22 @@ def _resumed(ctx: Context, path: Path, **config: Any) -> ColocatablePolicyInterf
 def _goes_on_as(
     resumed: ColocatablePolicyInterface, other: ColocatablePolicyInterface, seed: int
 ) -> None:
-    """Fails unless both have the same weights, and the same after the next step."""
-    same_weights(policy_weights(resumed), policy_weights(other), "weights")
+    """Fails unless both have the same weights, and the same after the next step.
+
+    The message of a failure names the part of the state that differs first.
+    """
+    same_weights(policy_weights(resumed), policy_weights(other), "the weights that were resumed")
     results = [train(policy, seed) for policy in (other, resumed)]
-    for key in ("loss", "grad_norm", "lr"):
+    parts = {
+        "lr": "the learning rate, or the count of steps",
+        "loss": "the random state of dropout, as the weights are the same",
+        "grad_norm": "the random state, as weights and loss are the same",
+    }
+    for key, part in parts.items():
         one, two = (float(result[key]) for result in results)
-        same(two, one, f"{key} of the next step, as without resuming")
-    same_weights(policy_weights(resumed), policy_weights(other), "weights a step later")
+        same(two, one, f"{part}: {key} of the step after resuming")
+    what = "the optimizer's moments, as weights, rate, loss and gradient norm were the same"
+    same_weights(policy_weights(resumed), policy_weights(other), f"{what}: weights a step later")
 
 
 @check(

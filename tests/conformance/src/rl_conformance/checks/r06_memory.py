@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from rl_conformance.checks.common import refit_in_sequence
 from rl_conformance.expect import raises, same
-from rl_conformance.leftovers import Leftovers
+from rl_conformance.leftovers import left_each_time
 from rl_conformance.memory import MemoryPeak
 from rl_conformance.refits import equal, modes_of, run_refit, unequal_pair
 from rl_conformance.registry import check, refusal
@@ -21,20 +21,10 @@ if TYPE_CHECKING:
 
 
 _REFITS = 100
-
-
 #: Each of them comes after each.
 _MODES = ("direct", "packed", "delta", "staged")
-
-
-#: After which of the refits buffers and caches are warm: each mode was among them.
-_WARM = 2 * len(_MODES)
-
-
 #: Memory is watched for the last so many. What grows is watched again: an allocator settles.
 _WATCHED, _LOOKS = 50, 6
-
-
 #: 40 KiB for each of them.
 _MOST_GROWTH = 2 << 20
 
@@ -46,26 +36,29 @@ def refit_after_refit_stays_exact(ctx: Context) -> None:
     data, loss = training_batch((9, 14, 6)), NegativeLogLikelihood()
     ways = ways_of(ctx, policy, "engine", *_MODES)
     turns = itertools.cycle(every_pair(list(ways)))
+    refits = growth = 0
 
     def refit(times: int) -> None:
+        nonlocal refits
         for _ in range(times):
             policy.prepare_for_training()
             policy.train(data, loss)
             ways[next(turns)](policy, generation)
             equal(policy, generation)
+            refits += 1
 
-    refit(_WARM)
-    before = Leftovers.now()
-    refit(_REFITS - _WARM - _WATCHED)
-    for look in range(_LOOKS):  # noqa: B007 - the number is used below
-        peak = MemoryPeak()
-        refit(_WATCHED)
-        if (growth := peak.resident()) <= _MOST_GROWTH:
-            break
-    refits = _REFITS + _WATCHED * look
+    def watch() -> None:
+        nonlocal growth
+        for _ in range(_LOOKS):
+            peak = MemoryPeak()
+            refit(_WATCHED)
+            if (growth := peak.resident()) <= _MOST_GROWTH:
+                break
+
+    refit(_REFITS - _WATCHED)
+    left = left_each_time(watch)
     same(generation.weights_version, refits, f"weights_version after {refits} refits")
-    grown = before.wait_until_back()
-    same(grown, [], f"left behind by {refits - _WARM} refits")
+    same(left, [], f"left behind by {_WATCHED} refits, each time")
     ctx.measure("memory_growth", growth, _MOST_GROWTH, "bytes")
 
 

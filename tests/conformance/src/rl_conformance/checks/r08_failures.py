@@ -8,7 +8,8 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from rl_conformance.checks.common import fresh_doubles, renew_tensors
-from rl_conformance.expect import fail, raised, raises, require, same
+from rl_conformance.deadline import stretched
+from rl_conformance.expect import raised, raises, require, require_fault, same
 from rl_conformance.faults import (
     at_the_first_bucket,
     casting_down,
@@ -20,7 +21,7 @@ from rl_conformance.faults import (
     misplacing,
     writes_in_place,
 )
-from rl_conformance.leftovers import Leftovers
+from rl_conformance.leftovers import is_running, left_each_time
 from rl_conformance.peers import RemoteGeneration, RemotePolicy
 from rl_conformance.refits import (
     DEADLINE_S,
@@ -59,18 +60,25 @@ _MOMENTS: dict[str, dict[str, Any]] = {
 @check("R8", cases=_MOMENTS, timeout_s=240.0)
 def a_killed_engine_is_reported(ctx: Context, method: str, count: int) -> None:
     """The trainer gets a RefitError before the deadline, and serves the next engine."""
-    policy = ctx.fresh_policy(model_name=str(ctx.model("qwen2", seed=1)))
     if ctx.settings.device == "cuda":  # what the first refit of a process sets up, it keeps
-        first = fresh_engine(ctx)
+        policy, first = unequal_pair(ctx)
         run_refit(policy, first)
         first.shutdown()
-    before = Leftovers.now()
+        policy.shutdown()
+    left = left_each_time(lambda: _kill(ctx, method, count), files=False)
+    same(left, [], "left behind after both sides were shut down")
+
+
+def _kill(ctx: Context, method: str, count: int) -> None:
+    policy = ctx.fresh_policy(model_name=str(ctx.model("qwen2", seed=1)))
     with RemoteGeneration(ctx, model_name=str(ctx.model("qwen2", seed=0))) as generation:
         pids = generation.die_at(method, count)
         started = time.monotonic()
         error = _failure_of(policy, generation)
         took = time.monotonic() - started
         require(took < DEADLINE_S, "seconds until the error", f"< {DEADLINE_S:g}", f"{took:.1f}")
+        died = not all(map(is_running, pids))
+        require_fault(died, f"SIGKILL in {method} of the sink", "the refit does not call it")
         raised(error, RefitError)
         named = any(str(pid) in str(error) for pid in pids)
         require(named, "the RefitError", f"it names a process of {pids}", error)
@@ -80,20 +88,15 @@ def a_killed_engine_is_reported(ctx: Context, method: str, count: int) -> None:
     equal(policy, survivor)
     survivor.shutdown()
     policy.shutdown()
-    left = [name for name in before.wait_until_back() if "file descriptor" not in name]
-    same(left, [], "left behind after both sides were shut down")
 
 
-def _failure_of(policy: Any, generation: RemoteGeneration) -> BaseException:
+def _failure_of(policy: Any, generation: RemoteGeneration) -> BaseException | None:
     """The error of the trainer's future; the killed engine has none."""
     generation.prepare_refit_info(policy.prepare_refit_info())
     (sending,) = policy.send_weights(deadline_s=DEADLINE_S)
     (receiving,) = generation.receive_weights(deadline_s=DEADLINE_S)
-    error = sending.exception(DEADLINE_S + 10)
+    error: BaseException | None = sending.exception(DEADLINE_S + 10)
     receiving.exception(DEADLINE_S)
-    if error is None:
-        fail("a refit with an engine that was killed", "an error of the trainer", "success")
-    assert isinstance(error, BaseException)
     return error
 
 
@@ -235,7 +238,7 @@ def only_a_full_refit_ends_a_torn_state(ctx: Context) -> None:
         exact(ctx, policy, engine, f"{name} after a failure", version)
 
 
-#: Seconds in which a busy engine lets a refit of a tiny model through.
+#: Seconds, on a quiet machine, in which a busy engine lets a refit of a tiny model through.
 _TURN_S = 10.0
 
 
@@ -261,7 +264,7 @@ def a_refit_gets_its_turn(ctx: Context) -> None:
         try:
             for version in (2, 3):
                 shuffle(policy, version)
-                run_refit(policy, engine, delta=version == 3, deadline_s=_TURN_S)
+                run_refit(policy, engine, delta=version == 3, deadline_s=stretched(_TURN_S))
         finally:
             done.set()
         wait(busy, DEADLINE_S)

@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Any
 from unittest import mock
 
 from rl_conformance.checks.common import frames_of, fresh_doubles, messages_of, renew_tensors
+from rl_conformance.deadline import stretched
 from rl_conformance.doubles import Engine, Trainer
-from rl_conformance.expect import raised, require, same
+from rl_conformance.expect import raised, require, require_fault, same
 from rl_conformance.faults import at_the_first_bucket
 from rl_conformance.refits import (
     MODES,
@@ -134,9 +135,9 @@ def a_disturbed_message_never_commits(ctx: Context, line: type[_Line], way: Any)
         return disturbed.carry(send, server, key, frame) if frame else send(server, key, frame)
 
     with mock.patch.object(ControlServer, "send", carry):
-        error = attempt(policy, engine, bucket_bytes=4096, deadline_s=3.0, **way)
+        error = attempt(policy, engine, bucket_bytes=4096, deadline_s=stretched(3.0), **way)
     sent = len(disturbed.sent)
-    require(sent > 3, "the suite's own fault", "a refit of more than 3 messages", sent)
+    require_fault(sent > 3, "a change of message 3", f"the refit ended after {sent}")
     raised(error, RLError)
     same(engine.weights_version, 1, "weights_version after the disturbed refit")
     _recovers(policy, engine, way)
@@ -176,7 +177,7 @@ def damaged_bytes_never_commit(ctx: Context, way: Any) -> None:
         mock.patch.object(Share, "prepare", remember),
         at_the_first_bucket(damage),
     ):
-        error = attempt(policy, engine, bucket_bytes=4096, deadline_s=10.0, **way)
+        error = attempt(policy, engine, bucket_bytes=4096, deadline_s=stretched(10.0), **way)
     raised(error, RefitCorrupted)
     same(engine.weights_version, 1, "weights_version after the damaged refit")
     _recovers(policy, engine, way)
@@ -259,7 +260,7 @@ def committed_weights_are_the_trainers(ctx: Context) -> None:
         at_the_first_bucket(lambda: ready.append(lanes[-1].data)),
     ):
         error = attempt(policy, engine, mode="packed")
-    require(not ready, "the suite's own fault", "memory that changes", "it did not")
+    require_fault(not ready, "a change of memory", "the memory is the same as before")
     if error is None:
         same_weights(engine.tensors, policy.tensors, "the engine")
     else:
@@ -311,9 +312,9 @@ def a_disturbed_answer_never_commits(ctx: Context, sent: Any) -> None:
         mock.patch.object(ControlClient, "send", answer),
         mock.patch.object(ControlClient, "receive", hear),
     ):
-        error = attempt(policy, engine, bucket_bytes=_BUCKET, deadline_s=2.0)
+        error = attempt(policy, engine, **_quickly())
     count = len(before)
-    require(count > _AMID, "the suite's own fault", f"a refit of > {_AMID} answers", count)
+    require_fault(count > _AMID, f"a change of answer {_AMID}", f"the refit ended after {count}")
     raised(error, RLError)
     same(engine.weights_version, 1, "weights_version after the disturbed refit")
     run_refit(policy, engine)
@@ -322,6 +323,11 @@ def a_disturbed_answer_never_commits(ctx: Context, sent: Any) -> None:
 
 #: The engine's message that is disturbed: a Hello, Ready and Prepared were before it.
 _AMID = 4
+
+
+def _quickly() -> dict[str, Any]:
+    """Options of a refit that soon gives up what does not come."""
+    return {"bucket_bytes": _BUCKET, "deadline_s": stretched(2.0)}
 
 
 @check("R9", needs=(CORE,), cases={side: {"side": side} for side in ("sender", "receiver")})
@@ -335,7 +341,7 @@ def a_refit_that_was_recorded_is_not_played_again(ctx: Context, side: str) -> No
         error: list[Any] = []
         frames_of(
             side,
-            lambda: error.append(attempt(policy, engine, bucket_bytes=_BUCKET, deadline_s=2.0)),  # noqa: B023
+            lambda: error.append(attempt(policy, engine, **_quickly())),  # noqa: B023
             {place: recorded[place]},
         )
         before = engine.weights_version

@@ -9,7 +9,7 @@ from rl_conformance.reports.junit import to_junit
 from rl_conformance.reports.markdown import matrix_to_markdown, to_markdown
 from rl_conformance.reports.matrix import Matrix
 from rl_conformance.reports.page import to_html
-from rl_conformance.reports.summary import status_text, worst_measure
+from rl_conformance.reports.summary import reason, status_text, worst_measure
 
 __all__ = [
     "Matrix",
@@ -17,6 +17,7 @@ __all__ = [
     "from_json",
     "matrix_to_markdown",
     "read_report",
+    "reason",
     "status_text",
     "to_badge",
     "to_endpoint",

@@ -40,6 +40,8 @@ class _Check(TypedDict):
     figures: NotRequired[list[dict[str, Any]]]
     where: NotRequired[str]
     command: NotRequired[str]
+    engines: NotRequired[int]
+    policies: NotRequired[int]
 
 
 class _Clause(TypedDict):
@@ -77,6 +79,8 @@ def to_json(report: RunReport) -> str:
         "cites": report.cites,
         "seconds": round(report.seconds, 3),
         "total_checks": report.total,
+        "engines": report.engines,
+        "policies": report.policies,
         "environment": dict(report.environment),
         "counts": {str(k): v for k, v in report.counts().items()},
         "clauses": clauses,
