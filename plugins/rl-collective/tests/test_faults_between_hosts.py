@@ -73,7 +73,7 @@ def test_the_next_trainer_clears_away_what_one_left_that_no_engine_saw_die(stack
 @pytest.mark.parametrize("bystanders", [0, 1])
 @pytest.mark.parametrize(
     ("at", "phase"),
-    [(None, "PREPARE"), ("write", "TRANSFER"), ("finish", "SEAL"), ("commit", "COMMIT")],
+    [(None, "PREPARE"), ("write", "TRANSFER"), ("finish", "INSTALL"), ("commit", "COMMIT")],
 )
 def test_a_trainer_and_engines_elsewhere_survive_an_engine_that_is_killed(
     stack, at, phase, bystanders
