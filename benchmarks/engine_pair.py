@@ -90,7 +90,8 @@ class Ours:
         config = {"backend": name, "model_name": str(path), "max_new_tokens": new_tokens}
         began = time.perf_counter()
         self.backend: Any = create_generation(
-            {**config, "eos_token_id": [], "pad_token_id": PAD, f"{name}_cfg": engine}
+            {**config, "eos_token_id": [], "pad_token_id": PAD}
+            | ({f"{name}_cfg": engine} if engine else {})
         )
         self.backend.prepare_for_generation()
         self.start_s = time.perf_counter() - began
@@ -200,18 +201,21 @@ def show(results: dict[str, Any], json_path: Path | None) -> None:
     starts = results["generation"]["start_seconds"]
     table.add_row("start, s", *(f"{starts[name]:.1f}" for name in names), "")
     console.print(table)
-    table = Table(
-        title=f"refits of {results['refits']['none']['bytes'] / 1e6:.0f} MB, milliseconds"
-    )
-    for column in ("", "whole", "transfer", "finish", "GB/s", "of a copy"):
-        table.add_column(column, justify="left" if not column else "right")
-    for verify, report in results["refits"].items():
-        cells = [f"{report['seconds'] * 1e3:.0f}"]
-        if "phases" in report:
-            cells += [f"{report['phases'][phase] * 1e3:.1f}" for phase in ("TRANSFER", "SEAL")]
-            cells += [f"{report['gb_per_s']:.2f}", f"{report['of_plain_copy']:.2f}"]
-        table.add_row(verify, *cells)
-    console.print(table)
+    show_refits(results["refits"])
     if json_path is not None:
         json_path.parent.mkdir(parents=True, exist_ok=True)
         json_path.write_text(json.dumps(results, indent=2) + "\n")
+
+
+def show_refits(results: dict[str, Any]) -> None:
+    """Prints the table of what :func:`refits` measured."""
+    table = Table(title=f"refits of {results['none']['bytes'] / 1e6:.0f} MB, milliseconds")
+    for column in ("", "whole", "transfer", "install", "GB/s", "of a copy"):
+        table.add_column(column, justify="left" if not column else "right")
+    for verify, report in results.items():
+        cells = [f"{report['seconds'] * 1e3:.0f}"]
+        if "phases" in report:
+            cells += [f"{report['phases'][phase] * 1e3:.1f}" for phase in ("TRANSFER", "INSTALL")]
+            cells += [f"{report['gb_per_s']:.2f}", f"{report['of_plain_copy']:.2f}"]
+        table.add_row(verify, *cells)
+    Console().print(table)

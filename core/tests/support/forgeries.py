@@ -100,7 +100,7 @@ def out_of_turn_to_trainer(network: Network) -> list[FromReceiver]:
         Ready(s, {}, b"", ()),
         Failed(s, "RefitError", "not really", True),
     ]
-    due = {Phase.PREPARE: Prepared, Phase.SEAL: Sealed, Phase.COMMIT: Done}.get(session.phase)
+    due = {Phase.PREPARE: Prepared, Phase.INSTALL: Sealed, Phase.COMMIT: Done}.get(session.phase)
     messages += [kind(s) for kind in (Prepared, Sealed, Done) if kind is not due]
     if options.verify != "none":  # else nobody can tell that a slot was filled too early
         messages += [Loaded(s, index) for index in range(3)]

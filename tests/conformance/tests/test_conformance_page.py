@@ -36,7 +36,14 @@ _TROUBLE = {
     "R3": Outcome("R3/x", "Blocked", Status.NOT_RUN, 0.0, "ray is not installed"),
 }
 _ERRORS = [0.0, 0.0, 1e-7, 3e-7, 1e-6, 1.1e-6, 2e-6, 4e-5]
-_PHASES = {"DISCOVER": 0.006, "PREPARE": 0.004, "TRANSFER": 0.012, "SEAL": 3e-4, "COMMIT": 2e-4}
+_PHASES = {
+    "DISCOVER": 0.006,
+    "PREPARE": 0.004,
+    "TRANSFER": 0.012,
+    "SEAL": 3e-4,
+    "INSTALL": 1e-4,
+    "COMMIT": 2e-4,
+}
 _FIGURES: dict[str, tuple[Figure, ...]] = {
     "G11": tuple(
         Histogram.of("Log-prob error", family, _ERRORS, tolerance=1e-3, unit="nats")

@@ -22,7 +22,9 @@ class RefitReport:
             commit. Waiting for its turn, for the engines and for generation to end are in it, and
             in ``phases``.
         gb_per_s: ``bytes / seconds / 1e9``.
-        phases: Seconds in each phase, as the sender saw them.
+        phases: Seconds in each phase, as the sender saw them. Engines have all bytes when INSTALL
+            begins: it is their own work in ``WeightSink.finish``, what ``verify="installed"`` reads
+            back, and with ``isolation="staged"`` the wait for generation to end.
         extra_memory_bytes: Size of the sender's buffers; 0 if they are the tensors' own memory.
         tensors: Tensors sent, without aliases and empty ones.
         skipped: Tensors that were not sent because every engine had them.

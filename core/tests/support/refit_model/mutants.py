@@ -129,7 +129,7 @@ def _reads_within(do: Any, self: SendJob, effect: Any) -> list[Any]:
 
 
 def _one_sealed_is_enough(all_did: Any, self: SenderSession, peer: _Peer) -> bool:
-    return all_did(self, peer) or self.phase is Phase.SEAL
+    return all_did(self, peer) or self.phase is Phase.INSTALL
 
 
 def _publishes_what_is_installed(installed: Any, self: ReceiverSession) -> list[Any]:

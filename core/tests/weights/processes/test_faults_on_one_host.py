@@ -81,7 +81,7 @@ def test_an_engine_that_generates_hears_all_the_same_that_its_trainer_was_killed
     engine.generate()
     begin(trainer, engine, isolation=isolation)
     # A staged refit needs the engine to stop only when all is there.
-    phase = "PREPARE" if isolation == "quiesced" else "SEAL"
+    phase = "PREPARE" if isolation == "quiesced" else "INSTALL"
     until(lambda: engine.phase() == phase)
     trainer.kill()
     assert_names_the_sender(engine.failure(), phase)
@@ -145,7 +145,7 @@ RECEIVER_DIES = {
     "before it is prepared": ReceiverDies("engine", "pieces", "PREPARE", torn=False),
     "before the first byte": ReceiverDies("trainer", FIRST, "TRANSFER", torn=None),
     "in the middle": ReceiverDies("trainer", LATE, "TRANSFER", torn=True),
-    "before it has sealed": ReceiverDies("engine", "finish", "SEAL", torn=True),
+    "before it has sealed": ReceiverDies("engine", "finish", "INSTALL", torn=True),
 }
 
 

@@ -46,7 +46,7 @@ HEARD: list[tuple[str, m.FromSender, Phase, list[Effect]]] = [
     ("prepared", m.BucketReady(S, 0, b"digests"), Phase.TRANSFER, announced(0)),
     ("first comes", m.BucketReady(S, 1, b"digests"), Phase.TRANSFER, announced(1)),
     ("first loaded", m.BucketReady(S, 1, b"digests"), Phase.TRANSFER, announced(1)),
-    ("all loaded", m.Seal(S, "digest"), Phase.SEAL, [Install(OFFER, "digest")]),
+    ("all loaded", m.Seal(S, "digest"), Phase.INSTALL, [Install(OFFER, "digest")]),
     ("sealed", m.Commit(S), Phase.COMMIT, [Publish(1)]),
     ("publishing", m.Commit(S), Phase.COMMIT, [Publish(1)]),
 ]
@@ -58,7 +58,7 @@ SAID: list[tuple[str, m.FromReceiver, Phase, list[Effect]]] = [
     ("first sent", m.Loaded(S, 0), Phase.TRANSFER, []),
     ("both sent", m.Loaded(S, 0), Phase.TRANSFER, []),
     ("p0 loaded one", m.Loaded(S, 1), Phase.TRANSFER, []),
-    ("sealing", m.Sealed(S), Phase.SEAL, []),
+    ("sealing", m.Sealed(S), Phase.INSTALL, []),
     ("committing", m.Done(S), Phase.COMMIT, []),
 ]
 

@@ -28,7 +28,7 @@ def test_the_report_counts_what_was_sent(pair):
 
 def test_the_report_says_how_long_every_phase_took_and_how_fast_it_was(pair):
     report = go(*pair)
-    assert set(report.phases) == {"DISCOVER", "PREPARE", "TRANSFER", "SEAL", "COMMIT"}
+    assert set(report.phases) == {"DISCOVER", "PREPARE", "TRANSFER", "SEAL", "INSTALL", "COMMIT"}
     assert all(seconds >= 0 for seconds in report.phases.values())
     assert report.seconds == pytest.approx(sum(report.phases.values()))
     assert report.gb_per_s == pytest.approx(report.bytes / report.seconds / 1e9)

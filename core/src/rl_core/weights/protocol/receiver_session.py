@@ -46,7 +46,7 @@ class ReceiverSession(PeerSession):
         (Phase.DISCOVER, messages.Offer): "_on_offer",  # -> PREPARE
         (Phase.PREPARE, messages.Prepare): "_on_prepare",  # attached  -> TRANSFER
         (Phase.TRANSFER, messages.BucketReady): "_on_bucket",
-        (Phase.TRANSFER, messages.Seal): "_on_seal",  # -> SEAL, installed -> COMMIT
+        (Phase.TRANSFER, messages.Seal): "_on_seal",  # -> INSTALL, installed -> COMMIT
         (Phase.COMMIT, messages.Commit): "_on_commit",  # published -> COMMITTED
     }
 
@@ -189,7 +189,7 @@ class ReceiverSession(PeerSession):
         loaded, buckets = self._loaded.total(), sum(self._buckets.values())
         if loaded != buckets:
             return self._refuse(f"received Seal after {loaded} of {buckets} buckets")
-        self._enter(Phase.SEAL)
+        self._enter(Phase.INSTALL)
         return [Install(self._offer, seal.digest)]
 
     def _on_commit(self, _: messages.Commit) -> list[Effect]:

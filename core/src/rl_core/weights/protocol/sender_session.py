@@ -121,8 +121,8 @@ class SenderSession(Session):
         (Phase.PREPARE, messages.Prepared): "_on_prepared",  # all prepared  -> TRANSFER
         (Phase.TRANSFER, messages.BucketPacked): "_on_packed",
         (Phase.TRANSFER, messages.Loaded): "_on_loaded",  # all loaded    -> SEAL
-        (Phase.SEAL, messages.RankConfirmed): "_on_answer",
-        (Phase.SEAL, messages.Sealed): "_on_sealed",  # all sealed    -> COMMIT
+        (Phase.SEAL, messages.RankConfirmed): "_on_answer",  # confirmed     -> INSTALL
+        (Phase.INSTALL, messages.Sealed): "_on_sealed",  # all sealed    -> COMMIT
         (Phase.COMMIT, messages.Done): "_on_done",  # all done      -> COMMITTED
     }
 
@@ -149,7 +149,6 @@ class SenderSession(Session):
         self._answers: dict[int, Any] = {}
         self._noise = ""
         self._lanes: dict[int, _Lane] | None = None  # by rank, once there is a plan
-        self._confirmed = False
 
     @property
     def peers(self) -> dict[str, messages.Hello]:
@@ -235,7 +234,7 @@ class SenderSession(Session):
         """All that was sent is of one state; the digest of what each receiver keeps of it."""
         if self.phase.terminal:
             return []
-        self._confirmed = True
+        self._enter(Phase.INSTALL)
         session = self.offer.session
         return [Send(messages.Seal(session, digest), key) for key, digest in digests.items()]
 
@@ -407,8 +406,6 @@ class SenderSession(Session):
         return self._advance()
 
     def _on_sealed(self, peer: _Peer, _: messages.Sealed) -> list[Effect]:
-        if not self._confirmed:
-            return self._break(peer, "Sealed before it got the Seal")
         if not self._all_did(peer):
             return []
         self._enter(Phase.COMMIT)

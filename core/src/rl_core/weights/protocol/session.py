@@ -58,6 +58,7 @@ class Phase(enum.StrEnum):
     PREPARE = "PREPARE"
     TRANSFER = "TRANSFER"
     SEAL = "SEAL"
+    INSTALL = "INSTALL"
     COMMIT = "COMMIT"
     COMMITTED = "COMMITTED"
     ABORTED = "ABORTED"
