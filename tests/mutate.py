@@ -39,6 +39,18 @@ TARGETS = [
 PATIENCE, LEAST_S = 10, 60.0
 SUITE = ["-c", os.devnull, "--noconftest", "--rl-backend"]
 QUIET = ["-q", "-p", "no:cacheprovider", "-W", "ignore::pytest.PytestAssertRewriteWarning"]
+#: Coverage of the sources, also in child processes, which belongs to what runs when they start.
+SETTINGS = """
+[run]
+parallel = true
+patch = _exit
+context = ${{MUTATE_CONTEXT-}}
+data_file = {folder}/data
+include =
+    {root}/core/src/**
+    {root}/plugins/*/src/**
+"""
+CLAUSE = re.compile(r"[A-Z]\d+\b")
 app = typer.Typer(help=__doc__, add_completion=False)
 Mutant = dict[str, Any]
 
@@ -99,7 +111,7 @@ class Selector:
     @pytest.hookimpl(trylast=True)
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
         items[:] = sorted(
-            (each for each in items if each.nodeid in self.items),
+            (each for each in items if each.nodeid in self.items and not is_summary(each)),
             key=lambda each: self.items[each.nodeid],
         )
 
@@ -116,29 +128,25 @@ class Selector:
         self.write(verdict="survived", ran=session.testscollected)
 
 
+def is_summary(item: pytest.Item) -> bool:
+    """Whether it is a check that runs others for their results, with all of their time."""
+    check = getattr(item, "check", None)
+    return check is not None and check.summary
+
+
 @app.command("map")
 def make_map(
-    what: Annotated[list[str], typer.Argument(help="A backend, or paths of tests.")],
+    what: Annotated[
+        list[str], typer.Argument(help="A backend, core, or paths of tests with a slash.")
+    ],
     folder: Annotated[Path, typer.Option(help="Is created.")],
 ) -> None:
     """Records which line each check of a backend, or each test, executes."""
-    arguments = what if Path(what[0]).exists() else [*SUITE, *what]
+    folder = folder.absolute()
     folder.mkdir(parents=True)
-    settings = folder.absolute() / "coveragerc"
-    sources = [f"    {path}" for path in (*ROOT.glob("core/src"), *ROOT.glob("plugins/*/src"))]
-    settings.write_text(
-        "\n".join(
-            [
-                "[run]",
-                "parallel = true",
-                "patch = _exit",
-                "context = ${MUTATE_CONTEXT-}",
-                f"data_file = {folder.absolute() / 'data'}",
-                "source =",
-                *sources,
-            ]
-        )
-    )
+    arguments = what if "/" in what[0] else [*SUITE, *what, str(folder)]
+    settings = folder / "coveragerc"
+    settings.write_text(SETTINGS.format(folder=folder, root=ROOT))
     os.environ["COVERAGE_PROCESS_START"] = str(settings)
     measuring = coverage.Coverage(config_file=str(settings))
     measuring.start()
@@ -188,8 +196,8 @@ def draw(
                 functions[file, site.function].append(site)
 
     def key(function: tuple[Path, str]) -> float:
-        statements = len({site.statement for site in functions[function]})
-        return generator.random() ** (1 / statements)
+        statements = {site.lines for site in functions[function]}
+        return generator.random() ** (1 / len(statements))
 
     mutants: list[Mutant] = []
     while len(mutants) < number:
@@ -207,11 +215,10 @@ def describe(file: Path, site: Site) -> Mutant:
     text = file.read_text()
     mutant: Mutant = {
         "file": str(file.relative_to(ROOT)),
-        "line": site.node.lineno,
+        "line": site.span[0],
         "function": site.function,
         "operator": site.operator,
         "span": site.span,
-        "before": ast.get_source_segment(text, site.node),
         "after": site.source,
         "lines": site.lines,
         "verdict": None,
@@ -313,22 +320,23 @@ def run_items(folder: Path, items: dict[str, float], scratch: Path) -> Mutant:
 
 @app.command()
 def report(mutants: Path) -> None:
-    """Prints the verdicts as Markdown, and the share of forbidden changes that were detected."""
+    """Prints, as Markdown, the verdicts and what a person wrote into `forbidden_by`: the clause
+    that forbids the change, or why none does.
+    """
     records = json.loads(mutants.read_text())
     verdicts = Counter(record["verdict"] or "not run" for record in records)
-    print(f"{len(records)} mutants: " + ", ".join(f"{n} {v}" for v, n in verdicts.items()))
-    detected = sum(verdicts[each] for each in ("killed", "timeout", "error"))
-    print("\n| place | change | verdict | check, or clause |\n|---|---|---|---|")
-    forbidden = 0
-    for each in records:
-        clause = each.get("forbidden_by", "")
-        forbidden += bool(re.fullmatch(r"[A-Z]\d+", clause))
-        change = f"`{each['before']}` to `{each['after']}`".replace("|", "\\|").replace("\n", " ")
-        found = clause or each.get("check", "")
-        print(f"| {each['file']}:{each['line']} | {change} | {each['verdict']} | {found} |")
+    print(f"{len(records)} mutants: {', '.join(f'{n} {name}' for name, n in verdicts.items())}.")
+    detected = sum(verdicts[name] for name in ("killed", "timeout", "error"))
+    left = [record for record in records if "forbidden_by" in record]
+    forbidden = sum(bool(CLAUSE.match(record["forbidden_by"])) for record in left)
     low, high = wilson(detected, detected + forbidden)
-    print(f"\n{detected} of {detected + forbidden} forbidden changes are detected", end=" ")
+    print(f"\nOf {detected + forbidden} changes that the contract forbids, {detected} are detected")
     print(f"(95 % interval: {low:.0%} to {high:.0%}).")
+    print("\n| change | verdict | forbidden by |\n|---|---|---|")
+    for record in left:
+        change = record["after"].replace("|", "\\|").replace("\n", " ")
+        place = f"{record['file']}:{record['line']}"
+        print(f"| {place}: `{change}` | {record['verdict']} | {record['forbidden_by']} |")
 
 
 def wilson(hits: int, total: int, z: float = 1.96) -> tuple[float, float]:

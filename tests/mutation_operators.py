@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import ast
-import copy
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
 __all__ = ["Site", "replaced", "sites"]
 
-_COMPARISONS: dict[type[ast.cmpop], type[ast.cmpop]] = {
+_OPERATORS = {
     ast.Lt: ast.LtE,
     ast.LtE: ast.Lt,
     ast.Gt: ast.GtE,
@@ -23,14 +21,14 @@ _COMPARISONS: dict[type[ast.cmpop], type[ast.cmpop]] = {
     ast.IsNot: ast.Is,
     ast.In: ast.NotIn,
     ast.NotIn: ast.In,
-}
-_ARITHMETIC: dict[type[ast.operator], type[ast.operator]] = {
     ast.Add: ast.Sub,
     ast.Sub: ast.Add,
     ast.Mult: ast.Div,
     ast.Div: ast.Mult,
     ast.FloorDiv: ast.Mult,
     ast.Mod: ast.FloorDiv,
+    ast.And: ast.Or,
+    ast.Or: ast.And,
 }
 _NAMES = {"min": "max", "max": "min", "any": "all", "all": "any"}
 _DTYPES = {"float32": "bfloat16", "bfloat16": "float32", "int64": "int32", "float64": "float32"}
@@ -39,47 +37,28 @@ _UNTOUCHED_FIELDS = ("annotation", "returns", "decorator_list")
 _UNTOUCHED_NAMES = ("log", "logger", "logging", "TYPE_CHECKING", "TypeVar", "__all__")
 
 
-_Change = tuple[str, Any, ast.AST | str]
+class Site(NamedTuple):
+    """A change that an operator can make.
 
-
-@dataclass(frozen=True)
-class Site:
-    """A node of a function, and the source that an operator puts in its place."""
+    Attributes:
+        operator: Its name.
+        function: Where the change is.
+        span: First line, column in bytes, last line and column of what is replaced.
+        source: What is put in its place.
+        lines: First and last line that run with the change: of a statement, or the head of a
+            compound one. A default value belongs to the body of its function, and what is outside
+            of functions to the whole file.
+    """
 
     operator: str
     function: str
-    node: ast.expr | ast.stmt
+    span: Sequence[int]
     source: str
-    #: The statement and the function, or the module, in which the node is.
-    statement: ast.stmt
-    scope: ast.AST
-
-    @property
-    def span(self) -> tuple[int, int, int, int]:
-        """First line, column in bytes, last line and column of the node."""
-        node = self.node
-        return node.lineno, node.col_offset, node.end_lineno or 0, node.end_col_offset or 0
-
-    @property
-    def lines(self) -> tuple[int, int]:
-        """First and last line of what runs with the change.
-
-        This is the statement, or the head of a compound one. A default value belongs to the body
-        of its function, and what is outside of functions to the whole file.
-        """
-        if isinstance(self.scope, ast.Module):
-            return 1, 10**6
-        body: list[ast.stmt] = getattr(self.statement, "body", [])
-        last = self.statement.end_lineno or 0
-        if isinstance(self.statement, ast.FunctionDef | ast.AsyncFunctionDef):
-            return body[0].lineno, last
-        if body:
-            last = max(self.statement.lineno, body[0].lineno - 1)
-        return self.statement.lineno, last
+    lines: tuple[int, int]
 
 
 def replaced(text: str, span: Sequence[int], source: str) -> str:
-    """The text with a source in place of the span of a node."""
+    """The text with a source in place of a span."""
     first, column, last, end = span
     lines = text.encode().splitlines(keepends=True)
     changed = lines[first - 1][:column] + source.encode() + lines[last - 1][end:]
@@ -87,33 +66,36 @@ def replaced(text: str, span: Sequence[int], source: str) -> str:
     return b"".join(lines).decode()
 
 
-def sites(tree: ast.Module) -> Iterator[Site]:
+def sites(
+    node: Any, function: str = "", lines: tuple[int, int] = (1, 10**6), inside: bool = False
+) -> Iterator[Site]:
     """Every change of a module that an operator can make."""
-    yield from _visit(tree, "", tree.body[0], tree)
-
-
-def _visit(node: ast.AST, function: str, statement: ast.stmt, scope: ast.AST) -> Iterator[Site]:
-    if isinstance(node, ast.stmt):
-        statement = node
     if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
         function = f"{function}.{node.name}".lstrip(".")
-        scope = scope if isinstance(node, ast.ClassDef) else node
+    if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+        inside = True
+        lines = (node.body[0].lineno, node.end_lineno or 0)
+    elif isinstance(node, ast.stmt) and inside:
+        body = getattr(node, "body", None)
+        last = max(node.lineno, body[0].lineno - 1) if body else node.end_lineno or 0
+        lines = (node.lineno, last)
     for operator, target, change in _changes(node):
         source = change if isinstance(change, str) else f"({ast.unparse(change)})"
-        yield Site(operator, function, target, source, statement, scope)
+        span = (target.lineno, target.col_offset, target.end_lineno, target.end_col_offset)
+        yield Site(operator, function, span, source, lines)
     if _is_untouched(node):
         return
     for name, value in ast.iter_fields(node):
         if name not in _UNTOUCHED_FIELDS:
             for child in value if isinstance(value, list) else [value]:
                 if isinstance(child, ast.AST):
-                    yield from _visit(child, function, statement, scope)
+                    yield from sites(child, function, lines, inside)
 
 
 def _is_untouched(node: ast.AST) -> bool:
     """Whether a node is a message, a log entry or for type checkers only."""
     match node:
-        case ast.JoinedStr() | ast.Raise() | ast.Import() | ast.ImportFrom():
+        case ast.JoinedStr() | ast.Raise():
             return True
         case ast.Call(func=callee):
             name = ast.unparse(callee)
@@ -123,14 +105,11 @@ def _is_untouched(node: ast.AST) -> bool:
     return False
 
 
-def _with(node: Any, **fields: Any) -> Any:
-    changed = copy.copy(node)
-    for name, value in fields.items():
-        setattr(changed, name, value)
-    return changed
+def _with(node: Any, **fields: Any) -> ast.expr:
+    return type(node)(**dict(ast.iter_fields(node)) | fields)  # type: ignore[no-any-return]
 
 
-def _changes(node: Any) -> Iterator[_Change]:
+def _changes(node: Any) -> Iterator[tuple[str, Any, ast.AST | str]]:
     """The operator, the node that is replaced, and its replacement."""
     if isinstance(node, ast.Raise):
         yield "swallowed exception", node, "pass"
@@ -143,14 +122,12 @@ def _changes(node: Any) -> Iterator[_Change]:
             yield "last element", iterated, f"list({ast.unparse(iterated)})[:-1]"
         case ast.withitem(context_expr=manager, optional_vars=None):
             yield "dropped with", manager, "__import__('contextlib').nullcontext()"
-        case ast.Compare(ops=[operator]) if type(operator) in _COMPARISONS:
-            yield "comparison", node, _with(node, ops=[_COMPARISONS[type(operator)]()])
-        case ast.BinOp(op=operator) if type(operator) in _ARITHMETIC and not _has_text(node):
-            yield "arithmetic", node, _with(node, op=_ARITHMETIC[type(operator)]())
-        case ast.BoolOp(op=ast.And()):
-            yield "and, or", node, _with(node, op=ast.Or())
-        case ast.BoolOp(op=ast.Or()):
-            yield "and, or", node, _with(node, op=ast.And())
+        case ast.Compare(ops=[operator]):
+            yield "comparison", node, _with(node, ops=[_OPERATORS[type(operator)]()])
+        case ast.BinOp(op=operator) if type(operator) in _OPERATORS and not _has_text(node):
+            yield "arithmetic", node, _with(node, op=_OPERATORS[type(operator)]())
+        case ast.BoolOp(op=operator):
+            yield "and, or", node, _with(node, op=_OPERATORS[type(operator)]())
         case ast.UnaryOp(op=ast.Not(), operand=operand):
             yield "dropped not", node, operand
         case ast.Constant(value=bool() as value):
@@ -160,11 +137,12 @@ def _changes(node: Any) -> Iterator[_Change]:
             yield "constant", node, str(value - 1)
         case ast.Constant(value=float() as value):
             yield "constant", node, str(value * 2 or 1.0)
-        case ast.Slice(lower=lower, upper=upper):
-            for name, bound, operator in (("lower", lower, ast.Add), ("upper", upper, ast.Sub)):
-                if bound is not None:
-                    moved = _with(node, **{name: ast.BinOp(bound, operator(), ast.Constant(1))})
-                    yield "bound", node, ast.unparse(moved)
+        case ast.Slice(upper=ast.expr() as upper):
+            earlier = ast.BinOp(upper, ast.Sub(), ast.Constant(1))
+            yield "bound", node, ast.unparse(_with(node, upper=earlier))
+        case ast.Slice(lower=ast.expr() as lower):
+            later = ast.BinOp(lower, ast.Add(), ast.Constant(1))
+            yield "bound", node, ast.unparse(_with(node, lower=later))
         case ast.Attribute(value=ast.Name(id="torch"), attr=attr) if attr in _DTYPES:
             yield "dtype", node, _with(node, attr=_DTYPES[attr])
         case ast.Call():

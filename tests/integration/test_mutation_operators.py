@@ -17,7 +17,7 @@ CHANGES = [
     ("constant", "a[1]", "a[2]"),
     ("constant", "a[1]", "a[0]"),
     ("constant", "0.5", "1.0"),
-    ("bound", "a[1:n]", "a[1 + 1:n]"),
+    ("bound", "a[1:]", "a[1 + 1:]"),
     ("bound", "a[1:n]", "a[1:n - 1]"),
     ("bound", "range(n)", "(range(n - 1))"),
     ("dtype", "torch.float32", "(torch.bfloat16)"),
