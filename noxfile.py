@@ -44,6 +44,7 @@ SHORT = [
 #: What it leaves out, and ``nox -s full`` adds.
 LEFT_OUT = {
     "rest": "tests that are marked full, and most mutants",
+    **{f"layouts({name})": "its other layouts over ranks" for name in ("hf", "megatron")},
     **{f"precision({name})": "its second dtype" for name in ("hf", "megatron", "vllm", "sglang")},
     **{f"oldest({name})": "what it supports" for name in ("hf", "megatron", "vllm", "sglang")},
     **{f"architectures({name})": "which models refits reach" for name in ("vllm", "sglang")},
@@ -385,6 +386,15 @@ def conformance(session: nox.Session, plugin: str) -> None:
         run(session, "suite", "rl", "conformance", "run", plugin, *reports(plugin), *options)
     else:
         leave_out(session, "suite")
+
+
+@nox.session(venv_backend="none")
+@nox.parametrize("plugin", ["hf", "megatron"], ids=["hf", "megatron"])
+def layouts(session: nox.Session, plugin: str) -> None:
+    """Refits and steps of a policy over ranks, in every layout that the plugin names."""
+    environment(session)
+    options = session.posargs or ["--layouts", "all", "-k", "P14 or R16"]
+    run(session, "suite", "rl", "conformance", "run", plugin, *options)
 
 
 @nox.session(venv_backend="none")
