@@ -37,4 +37,5 @@ def run_ranks(script: str, size: int, *arguments: Any) -> list[dict[str, Any]]:
     finally:
         for worker in started:
             worker.kill()
+            worker.communicate()
     return [json.loads(output.splitlines()[-1]) if output else {} for output in outputs]
