@@ -18,6 +18,8 @@ __all__ = ["NoVerdict", "TookTooLong", "deadline", "stretched"]
 
 #: Seconds of computation in which the load of the machine is measured.
 _SAMPLE_S = 0.02
+#: Seconds, besides its deadline, in which a block that took too long may end.
+_ENDING_S = 30.0
 
 
 class NoVerdict(AssertionError):
@@ -46,18 +48,18 @@ def deadline(seconds: float) -> Generator[None]:
 
     Raises:
         TookTooLong: In the block; the message has the place. Once more if what then ends the block
-            takes as long again.
+            takes longer than that.
     """
     if threading.current_thread() is not threading.main_thread() or not hasattr(signal, "SIGALRM"):
         yield
         return
 
-    started = time.monotonic()
+    started, again = time.monotonic(), seconds + _ENDING_S
 
     def expire(_: int, frame: FrameType | None) -> None:
         took = time.monotonic() - started
         if took < (most := stretched(seconds)):
-            signal.setitimer(signal.ITIMER_REAL, most - took, seconds)
+            signal.setitimer(signal.ITIMER_REAL, most - took, again)
             return
         stack = traceback.extract_stack(frame)
         innermost = [at for at in stack if not at.filename.endswith("/calls.py")][-3:]
@@ -69,7 +71,7 @@ def deadline(seconds: float) -> Generator[None]:
         raise TookTooLong(f"timed out after {seconds:g} s{busy}, in {where}")
 
     before = signal.signal(signal.SIGALRM, expire)
-    left, interval = signal.setitimer(signal.ITIMER_REAL, seconds, seconds)
+    left, interval = signal.setitimer(signal.ITIMER_REAL, seconds, again)
     try:
         yield
     finally:

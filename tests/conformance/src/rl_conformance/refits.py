@@ -122,7 +122,10 @@ def modes_of(policy: ColocatablePolicyInterface) -> list[str]:
 def supports(ctx: Context, policy: ColocatablePolicyInterface, mode: str) -> None:
     """Ends the check unless the policy's tensors can be sent in that mode."""
     if mode not in modes_of(policy):
-        ctx.not_run("the policy makes its tensors on the fly", excused=True)
+        ctx.not_run(
+            "the policy computes its tensors when it sends them, so mode direct does not apply",
+            excused=True,
+        )
 
 
 def equal(policy: ColocatablePolicyInterface, generation: GenerationInterface) -> None:

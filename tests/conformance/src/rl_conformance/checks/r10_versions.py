@@ -40,7 +40,10 @@ def versions_of_two_trainers_are_distinguished(ctx: Context) -> None:
     one, generation = unequal_pair(ctx)
     two = ctx.fresh_policy(model_name=str(ctx.model("qwen2", seed=2)))
     if ctx.settings.url is not None:
-        ctx.not_run("a server has the weights of a trainer before the first", excused=True)
+        ctx.not_run(
+            "an earlier check refitted the server, and this one needs an engine before any refit",
+            excused=True,
+        )
     origins: list[int] = []
     for policy in (one, two, one):
         with warnings.catch_warnings(record=True) as seen:
