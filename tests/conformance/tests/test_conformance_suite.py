@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import subprocess
@@ -195,6 +196,8 @@ def test_a_deadline_is_longer_on_a_busy_machine(monkeypatch: pytest.MonkeyPatch)
 
 def test_a_busy_processor_stretches_time(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = count()
+    monkeypatch.setattr(deadline, "_measured", -math.inf)
+    monkeypatch.setattr(deadline, "_busy", 1.0)
     monkeypatch.setattr(time, "thread_time", lambda: next(clock) / 100)
     monkeypatch.setattr(time, "perf_counter", lambda: next(clock) / 10)
     assert deadline.stretched(2.0) > 10.0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import signal
 import threading
 import time
@@ -18,6 +19,8 @@ __all__ = ["NoVerdict", "TookTooLong", "deadline", "stretched"]
 
 #: Seconds of computation in which the load of the machine is measured.
 _SAMPLE_S = 0.02
+#: When the load was measured, and how many times longer a computation took.
+_measured, _busy = -math.inf, 1.0
 #: Seconds, besides its deadline, in which a block that took too long may end.
 _ENDING_S = 30.0
 
@@ -33,13 +36,17 @@ class TookTooLong(NoVerdict):
 def stretched(seconds: float) -> float:
     """Seconds in which this process gets as much done as in ``seconds`` on a quiet machine.
 
-    A short computation is timed here and now, by the clock and by the processor time that it gets.
+    A short computation is timed here and now, by the clock and by the processor time that it gets;
+    again after a second.
     """
+    global _measured, _busy
     started, used = time.perf_counter(), time.thread_time()
-    while time.thread_time() - used < _SAMPLE_S:
-        pass
-    busy = (time.perf_counter() - started) / (time.thread_time() - used)
-    return seconds * max(1.0, busy)
+    if started - _measured > 1.0:
+        while time.thread_time() - used < _SAMPLE_S:
+            pass
+        _measured = time.perf_counter()
+        _busy = max(1.0, (_measured - started) / (time.thread_time() - used))
+    return seconds * _busy
 
 
 @contextmanager

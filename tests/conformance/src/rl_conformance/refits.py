@@ -9,6 +9,7 @@ import torch
 
 from rl_conformance.batches import generated_mask
 from rl_conformance.calls import noted
+from rl_conformance.deadline import stretched
 from rl_conformance.expect import require
 from rl_conformance.served import certain_prompts
 from rl_conformance.weights import engine_weights, policy_weights, same_weights
@@ -37,7 +38,7 @@ __all__ = [
     "whole_tensors",
 ]
 
-#: Seconds that a refit of a tiny model may take before a check calls it hung.
+#: Seconds that a refit of a tiny model may take on a quiet machine before a check calls it hung.
 DEADLINE_S = 30.0
 #: Cases of checks that hold however the tensors travel.
 MODES: dict[str, dict[str, Any]] = {mode: {"mode": mode} for mode in ("direct", "packed")}
@@ -61,7 +62,7 @@ def fresh_engine(ctx: Context, **config: Any) -> GenerationInterface:
 def run_refit(policy: Any, generation: Any, **options: Any) -> RefitReport:
     """A refit with the checks' deadline."""
     with noted(generation, "refit", **options):
-        return refit(policy, generation, **({"deadline_s": DEADLINE_S} | options))
+        return refit(policy, generation, **({"deadline_s": stretched(DEADLINE_S)} | options))
 
 
 class Watched:
