@@ -75,7 +75,7 @@ def test_certain_tokens_are_those_of_bfloat16_too(model: Path) -> None:
 
 
 def test_a_model_without_a_certain_token_is_said(model: Path) -> None:
-    with pytest.raises(NotRun, match="4 tokens that lead by 50"):
+    with pytest.raises(NotRun, match="4 greedy tokens that lead all others by 50"):
         find_certain(Oracle(model), [5], steps=4, lead=50.0)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import subprocess
@@ -12,6 +13,7 @@ from dataclasses import replace
 from importlib.metadata import distribution
 from itertools import count
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import mutants
@@ -20,7 +22,7 @@ import torch
 
 from rl_backends.tensors import NamedTensorSink, NamedTensorSource
 from rl_cli import main
-from rl_conformance import GenerationConformance, deadline, harness
+from rl_conformance import GenerationConformance, deadline, harness, progress
 from rl_conformance.catalogue import CLAUSES
 from rl_conformance.context import Context
 from rl_conformance.expect import CheckFailed, fail, raises, require, same, same_tensor
@@ -194,6 +196,8 @@ def test_a_deadline_is_longer_on_a_busy_machine(monkeypatch: pytest.MonkeyPatch)
 
 def test_a_busy_processor_stretches_time(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = count()
+    monkeypatch.setattr(deadline, "_measured", -math.inf)
+    monkeypatch.setattr(deadline, "_busy", 1.0)
     monkeypatch.setattr(time, "thread_time", lambda: next(clock) / 100)
     monkeypatch.setattr(time, "perf_counter", lambda: next(clock) / 10)
     assert deadline.stretched(2.0) > 10.0
@@ -644,6 +648,44 @@ def test_the_command_writes_every_report(tmp_path: Path) -> None:
     assert re.search(r"B7 +passed +(\d+)/\1\b", done.stdout)
     assert "Only a part" in done.stdout
     assert all(file.stat().st_size for file in files.values())
+
+
+def test_progress_is_a_line_now_and_then_and_failures_at_once(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(progress, "_PAUSE_S", 0.0)
+    checks = select([], "B7 or G6")
+    with progress.RunProgress(reference_target(), checks) as shown:
+        for check in checks[:3]:
+            shown.ended(Outcome(check.id, check.title, Status.PASSED))
+        bad = checks[3]
+        shown.ended(Outcome(bad.id, bad.title, Status.FAILED, 0.1, "did: it", where="x:1"))
+    printed = capsys.readouterr().out
+    assert re.search(rf"3 of {len(checks)} checks, 0 failed, about \d+ min left\n", printed)
+    assert f"failed {bad.id}\nchecked:   {bad.title}\n" in printed
+
+
+def test_backends_that_are_asked_for_the_least_make_room() -> None:
+    built = []
+    with Harness(reference_target()) as harness:
+
+        def ask(name: str) -> None:
+            shut = SimpleNamespace(shutdown=bool)
+            harness.workshop.keep("kind", name, lambda: built.append(name) or shut, most=2)
+
+        for name in ("often", "often", "once", "another", "often", "once"):
+            ask(name)
+    assert built == ["often", "once", "another", "once"]
+
+
+def test_an_outcome_counts_the_backends_that_were_built_for_it() -> None:
+    (check,) = select(["refit"], "R10 and given")
+    with Harness(reference_target()) as harness:
+        outcome = harness.outcome(check)
+    assert (outcome.engines, outcome.policies) == (1, 1)
+    read = Outcome.from_dict(outcome.as_dict())
+    report = RunReport("mine", (read, read))
+    assert (report.engines, report.policies) == (2, 2)
 
 
 def test_the_command_lists_the_catalogue() -> None:

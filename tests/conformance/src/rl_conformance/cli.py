@@ -102,7 +102,7 @@ def run(options: argparse.Namespace) -> int:
     with RunProgress(target, checks) as progress:
         if processes > 1:
             ledger = options.known_failures
-            report = run_in_processes(name, settings, ledger, processes, progress.advance)
+            report = run_in_processes(name, settings, ledger, processes, progress.ended)
         else:
             report = run_suite(
                 target,
@@ -110,8 +110,8 @@ def run(options: argparse.Namespace) -> int:
                 checks if selection else None,
                 selection=selection,
                 known=known,
-                on_start=progress.begin,
-                on_outcome=progress.advance,
+                on_start=progress.began,
+                on_outcome=progress.ended,
             )
     parts = ["rl", "conformance", "run", name, *settings.options(), *fast]
     parts += [part for each in kind for part in ("--kind", each)]

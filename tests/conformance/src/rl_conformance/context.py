@@ -138,13 +138,15 @@ class Workshop:
 
         assert self.settings.model is not None
         if self.serves:
-            raise NotRun("one server is one engine, and this check needs another", excused=True)
+            raise NotRun("this check needs two engines, and --url gives one", excused=True)
         served, wanted = (
             Path(each, "config.json").read_text()
             for each in (self.settings.model, whole["model_name"])
         )
         if json.loads(served) != json.loads(wanted):
-            raise NotRun("the server serves a model with another config.json", excused=True)
+            raise NotRun(
+                "this check needs a model with another config.json than the server's", excused=True
+            )
         self.serves = True
         kept = self._shared.get("generation", {})
         while kept:
@@ -154,7 +156,9 @@ class Workshop:
             with noted(None, "create_generation", **config):
                 backend = self.target.make_generation(given | {"model_name": self.settings.model})
         except CapabilityError as error:
-            raise NotRun(f"the server was not started so: {error}", excused=True) from error
+            raise NotRun(
+                f"the server was started without what this check needs: {error}", excused=True
+            ) from error
         policy = make_reference("policy", {"model_name": whole["model_name"], "torch_dtype": dtype})
         try:
             with warnings.catch_warnings():  # of the version that an earlier check left

@@ -112,7 +112,9 @@ def find_certain(
     try:
         return [next(sources[length]) for length in lengths]
     except StopIteration:
-        raise NotRun(f"no prompt of this model has {steps} tokens that lead by {lead:g}") from None
+        raise NotRun(
+            f"no prompt has {steps} greedy tokens that lead all others by {lead:g} nats"
+        ) from None
 
 
 def find_row(
@@ -142,7 +144,9 @@ def find_row(
             words = [oracle.tokenizer.decode([token]) for token in each.tokens]
             if accept(each.tokens, words):
                 return each
-    raise NotRun(f"no prompt of this model has {steps} usable tokens that lead by {lead:g}")
+    raise NotRun(
+        f"no prompt has {steps} usable greedy tokens that lead all others by {lead:g} nats"
+    )
 
 
 def is_text(words: Sequence[str]) -> bool:
@@ -167,7 +171,7 @@ def find_stop(oracle: Oracle, steps: int, lead: float) -> Stop:
                     other_tokens=other.tokens,
                 )
         seen.append(new)
-    raise NotRun("no prompt of this model has a usable stop token")
+    raise NotRun("no prompt of this model generates a token that another prompt never does")
 
 
 def find_stop_string(oracle: Oracle, steps: int, lead: float) -> Stop:
@@ -181,4 +185,4 @@ def find_stop_string(oracle: Oracle, steps: int, lead: float) -> Stop:
             first = next(n for n in range(1, steps) if text in oracle.tokenizer.decode(path[:n]))
             if first == end + 1 and oracle.eos_token_id not in path:
                 return Stop(each.prompt, path[:first], path[end], text)
-    raise NotRun("no prompt of this model has a usable stop string")
+    raise NotRun("no prompt of this model generates a text of two tokens that can be a stop string")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import signal
 import threading
 import time
@@ -18,6 +19,10 @@ __all__ = ["NoVerdict", "TookTooLong", "deadline", "stretched"]
 
 #: Seconds of computation in which the load of the machine is measured.
 _SAMPLE_S = 0.02
+#: When the load was measured, and how many times longer a computation took.
+_measured, _busy = -math.inf, 1.0
+#: Seconds, besides its deadline, in which a block that took too long may end.
+_ENDING_S = 30.0
 
 
 class NoVerdict(AssertionError):
@@ -31,13 +36,17 @@ class TookTooLong(NoVerdict):
 def stretched(seconds: float) -> float:
     """Seconds in which this process gets as much done as in ``seconds`` on a quiet machine.
 
-    A short computation is timed here and now, by the clock and by the processor time that it gets.
+    A short computation is timed here and now, by the clock and by the processor time that it gets;
+    again after a second.
     """
+    global _measured, _busy
     started, used = time.perf_counter(), time.thread_time()
-    while time.thread_time() - used < _SAMPLE_S:
-        pass
-    busy = (time.perf_counter() - started) / (time.thread_time() - used)
-    return seconds * max(1.0, busy)
+    if started - _measured > 1.0:
+        while time.thread_time() - used < _SAMPLE_S:
+            pass
+        _measured = time.perf_counter()
+        _busy = max(1.0, (_measured - started) / (time.thread_time() - used))
+    return seconds * _busy
 
 
 @contextmanager
@@ -46,18 +55,18 @@ def deadline(seconds: float) -> Generator[None]:
 
     Raises:
         TookTooLong: In the block; the message has the place. Once more if what then ends the block
-            takes as long again.
+            takes longer than that.
     """
     if threading.current_thread() is not threading.main_thread() or not hasattr(signal, "SIGALRM"):
         yield
         return
 
-    started = time.monotonic()
+    started, again = time.monotonic(), seconds + _ENDING_S
 
     def expire(_: int, frame: FrameType | None) -> None:
         took = time.monotonic() - started
         if took < (most := stretched(seconds)):
-            signal.setitimer(signal.ITIMER_REAL, most - took, seconds)
+            signal.setitimer(signal.ITIMER_REAL, most - took, again)
             return
         stack = traceback.extract_stack(frame)
         innermost = [at for at in stack if not at.filename.endswith("/calls.py")][-3:]
@@ -69,7 +78,7 @@ def deadline(seconds: float) -> Generator[None]:
         raise TookTooLong(f"timed out after {seconds:g} s{busy}, in {where}")
 
     before = signal.signal(signal.SIGALRM, expire)
-    left, interval = signal.setitimer(signal.ITIMER_REAL, seconds, seconds)
+    left, interval = signal.setitimer(signal.ITIMER_REAL, seconds, again)
     try:
         yield
     finally:

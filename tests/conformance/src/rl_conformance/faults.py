@@ -95,7 +95,9 @@ def kill_engine_at(generation: GenerationInterface, method: str, count: int) -> 
 def _beside(generation: GenerationInterface) -> Callable[..., list[Any]]:
     beside: Any = getattr(generation, "call_in_workers", None)
     if beside is None:
-        raise NotRun("the engine is no GenerationBackend, so no fault can be put into it")
+        raise NotRun(
+            "the engine has no call_in_workers (of GenerationBackend), so the suite cannot break it"
+        )
 
     def call(function: str, **arguments: Any) -> list[Any]:
         try:
@@ -154,7 +156,7 @@ def source_class(policy: ColocatablePolicyInterface) -> type[WeightSource]:
     """The class that gives the policy's tensors, for a fault to be put into it."""
     make: Any = getattr(policy, "weight_source", None)
     if make is None:
-        raise NotRun("the policy does not run in this process as a PolicyBackend")
+        raise NotRun("the policy has no weight_source in this process (of PolicyBackend)")
     return type(make())
 
 

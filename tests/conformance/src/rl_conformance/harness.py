@@ -206,7 +206,7 @@ class Harness:
         if device not in manifest.devices:
             return f"the backend does not run on {device}", False
         if check.device not in ("any", device):
-            return f"means something on {check.device} only", True
+            return f"this check is for {check.device} only", True
         if lacking := [
             kind
             for kind in check.needs
@@ -215,10 +215,13 @@ class Harness:
             return f"the backend offers no {lacking[0]}", True
         capability = self._capability(check)
         if check.capability is not None and capability is None:
-            return f"the backend offers no kind with {check.capability}", True
+            return f"the backend does not offer the kind that can have {check.capability}", True
         offered = capability is not None and capability.level in ("full", "versioned")
         if capability is not None and offered and device not in capability.devices:
-            return f"declared for {', '.join(capability.devices)} only", True
+            return (
+                f"the backend declares {check.capability} for {', '.join(capability.devices)} only",
+                True,
+            )
         if device == "cuda" and gpus < check.gpus:
             return f"it needs {check.gpus} GPUs, and this machine has {gpus}", True
         if absent := [name for name in check.modules if not importlib.util.find_spec(name)]:

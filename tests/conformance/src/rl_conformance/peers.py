@@ -123,7 +123,10 @@ class RemoteGeneration(_Peer):
 
     def __init__(self, ctx: Context, **config: Any) -> None:
         if ctx.settings.url is not None:
-            ctx.not_run("a server has no engine in another process of the suite", excused=True)
+            ctx.not_run(
+                "this check needs an engine that the suite starts, not a server",
+                excused=True,
+            )
         config = {"model_name": str(ctx.model()), "max_new_tokens": 8, **config}
         super().__init__(ctx, "generation", config)
 

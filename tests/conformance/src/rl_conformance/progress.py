@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING
 
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.text import Text
 
 if TYPE_CHECKING:
@@ -21,7 +21,7 @@ __all__ = ["RunProgress"]
 _PAUSE_S = 30.0
 
 
-class RunProgress:
+class RunProgress(Progress):
     """Prints the progress of a run: a bar in a terminal, elsewhere a line now and then.
 
     Args:
@@ -30,46 +30,34 @@ class RunProgress:
     """
 
     def __init__(self, target: Target, checks: Sequence[Check]) -> None:
+        texts = (TextColumn("{task.fields[number]}"), TextColumn("{task.description}"))
+        columns = (*texts, BarColumn(), TimeRemainingColumn())
+        super().__init__(*columns, transient=True, speed_estimate_period=1e9)
+        self.disable = not self.console.is_terminal
         offered = {"core", "pair", *target.manifest.kinds}
-        # Checks that may take longer usually do. Nobody needs an exact forecast.
+        # A check that is allowed more time usually takes more. That is enough for an estimate.
         self._costs = {c.id: c.timeout_s**2 for c in checks if offered.issuperset(c.needs)}
-        self._left = self._all = sum(self._costs.values())
-        self._started = self._printed = time.monotonic()
-        self._done, self._bad, self._checks = 0, 0, len(checks)
-        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
-        self._bar = Progress(*columns, TextColumn("{task.fields[left]}"), transient=True)
-        self._bar.disable = not self._bar.console.is_terminal
-        self._task = self._bar.add_task(target.name, total=len(checks), left="")
+        self._checks, self._ended, self._bad = len(checks), 0, 0
+        self.add_task(target.name, total=sum(self._costs.values()), number="")
+        [self._task] = self.tasks
+        self._printed = time.monotonic()
 
-    def __enter__(self) -> Self:
-        self._bar.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._bar.stop()
-
-    def begin(self, check: Check) -> None:
+    def began(self, check: Check) -> None:
         """Shows which check runs now."""
-        self._bar.update(self._task, description=check.id)
+        self.update(self._task.id, description=check.id)
 
-    def advance(self, outcome: Outcome) -> None:
+    def ended(self, outcome: Outcome) -> None:
         """Counts a check that has ended, and prints why it failed."""
-        self._done += 1
+        self._ended += 1
         self._bad += outcome.status.bad
-        self._left -= self._costs.get(outcome.check, 0.0)
-        left = self._time_left()
-        self._bar.update(self._task, advance=1, left=left)
+        number = f"{self._ended} of {self._checks} checks, {self._bad} failed"
+        cost = self._costs.get(outcome.check, 0.0)
+        self.update(self._task.id, advance=cost, number=number)
         if outcome.status.bad:
             status = (f"{outcome.status} ", "red")
             text = Text.assemble(status, f"{outcome.check}\n{outcome.story}\n")
-            self._bar.console.print(text, soft_wrap=True)
-        elif self._bar.disable and time.monotonic() - self._printed > _PAUSE_S:
+            self.console.print(text, soft_wrap=True)
+        elif self.disable and time.monotonic() - self._printed > _PAUSE_S:
             self._printed = time.monotonic()
-            print(f"{self._done} of {self._checks} checks, {self._bad} failed; {left}", flush=True)
-
-    def _time_left(self) -> str:
-        if self._left >= self._all:
-            return ""
-        elapsed = time.monotonic() - self._started
-        minutes = elapsed * self._left / (self._all - self._left) / 60
-        return f"about {minutes:.0f} min left" if minutes >= 1.5 else "about a minute left"
+            minutes = (self._task.time_remaining or 0) / 60
+            print(f"{number}, about {minutes:.0f} min left", flush=True)

@@ -9,6 +9,7 @@ import torch
 
 from rl_conformance.batches import generated_mask
 from rl_conformance.calls import noted
+from rl_conformance.deadline import stretched
 from rl_conformance.expect import require
 from rl_conformance.reference import make_reference
 from rl_conformance.served import certain_prompts
@@ -41,7 +42,7 @@ __all__ = [
     "whole_tensors",
 ]
 
-#: Seconds that a refit of a tiny model may take before a check calls it hung.
+#: Seconds that a refit of a tiny model may take on a quiet machine before a check calls it hung.
 DEADLINE_S = 30.0
 #: Cases of checks that hold however the tensors travel.
 MODES: dict[str, dict[str, Any]] = {mode: {"mode": mode} for mode in ("direct", "packed")}
@@ -85,7 +86,7 @@ def fresh_engine(ctx: Context) -> GenerationInterface:
 def run_refit(policy: Any, generation: Any, **options: Any) -> RefitReport:
     """A refit with the checks' deadline."""
     with noted(generation, "refit", **options):
-        return refit(policy, generation, **({"deadline_s": DEADLINE_S} | options))
+        return refit(policy, generation, **({"deadline_s": stretched(DEADLINE_S)} | options))
 
 
 class Watched:
@@ -146,7 +147,10 @@ def modes_of(policy: ColocatablePolicyInterface) -> list[str]:
 def supports(ctx: Context, policy: ColocatablePolicyInterface, mode: str) -> None:
     """Ends the check unless the policy's tensors can be sent in that mode."""
     if mode not in modes_of(policy):
-        ctx.not_run("the policy makes its tensors on the fly", excused=True)
+        ctx.not_run(
+            "the policy computes its tensors when it sends them, so mode direct does not apply",
+            excused=True,
+        )
 
 
 def equal(policy: ColocatablePolicyInterface, generation: GenerationInterface) -> None:

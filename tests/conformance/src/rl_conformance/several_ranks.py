@@ -99,7 +99,7 @@ def layouts_of(ctx: Context) -> list[Layout]:
     """The layouts that the run tries."""
     device, name = ctx.settings.device, ctx.target.name
     if not ctx.target.installed:
-        ctx.not_run("the backend is not installed under a name", excused=True)
+        ctx.not_run("the backend is not installed, or not under this name", excused=True)
     named = named_layouts(ctx)
     require(
         named,

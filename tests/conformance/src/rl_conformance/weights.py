@@ -22,7 +22,7 @@ def policy_weights(policy: ColocatablePolicyInterface) -> dict[str, torch.Tensor
     """Copies of the policy's tensors under their names, aliases included."""
     source: Any = getattr(policy, "refit_source", None)
     if source is None:
-        raise NotRun("the policy does not run in this process as a PolicyBackend")
+        raise NotRun("the policy has no weight_source in this process (of PolicyBackend)")
     source = source()
     specs = list(source.specs())
     owned = [spec.name for spec in specs if spec.alias_of is None]
@@ -37,7 +37,7 @@ def engine_weights(generation: GenerationInterface) -> dict[str, torch.Tensor]:
     """
     sink: Any = getattr(generation, "weight_sink", None)
     if sink is None:
-        raise NotRun("the engine does not run in this process as a GenerationBackend")
+        raise NotRun("the engine has no weight_sink in this process (of GenerationBackend)")
     sink = sink()
     names = [spec.name for spec in sink.specs()]
     found = sink.read(names)

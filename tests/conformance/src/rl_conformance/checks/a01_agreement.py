@@ -79,7 +79,10 @@ def _diagnosed(ctx: Context) -> dict[str, Any]:
             "the diagnostics take a backend by name; this one is not installed", excused=True
         )
     if ctx.settings.url is not None:
-        ctx.not_run("the diagnostics want an engine before any refit", excused=True)
+        ctx.not_run(
+            "an earlier check refitted the server, and this one needs its first weights",
+            excused=True,
+        )
     return ctx.target.base_config("generation", ctx.settings)
 
 

@@ -410,7 +410,10 @@ def refuses_until_a_load(ctx: Context, policy: Any) -> None:
     except Exception:
         pass
     else:
-        ctx.not_run("the policy takes no steps of torch's optimizers", excused=True)
+        ctx.not_run(
+            "the suite cannot make a step fail midway: the policy does not use torch's optimizers",
+            excused=True,
+        )
     for call in (
         train,
         lambda: policy.get_logprobs(data),
@@ -547,7 +550,7 @@ def adapted_policy(
     ctx: Context, refit: str | None = None, **config: Any
 ) -> ColocatablePolicyInterface:
     if "lora" not in config_keys(load_object(ctx.manifest.configs["policy"])):
-        raise NotRun("the policy has no adapters: no key lora", excused=True)
+        raise NotRun("the policy has no adapters: its configuration has no key lora", excused=True)
     needs_adapters("peft")
     lora = {"r": 4} if refit is None else {"r": 4, "refit": refit}
     return ctx.fresh_policy(model_name=str(ctx.model("qwen2", seed=1)), lora=lora, **config)

@@ -46,7 +46,7 @@ print(json.dumps({"found": found, "loaded": sorted(hidden & set(sys.modules))}))
 
 def _require_installed(ctx: Context) -> str:
     if not ctx.target.installed:
-        ctx.not_run("the backend is not installed under a name", excused=True)
+        ctx.not_run("the backend is not installed, or not under this name", excused=True)
     return ctx.target.name.rpartition(":")[2]
 
 

@@ -139,7 +139,9 @@ def every_end_of_sequence_token_ends_a_row(ctx: Context, of_model: bool) -> None
     config: dict[str, Any] = {"eos_token_id": ids}
     if of_model:
         if ctx.settings.model is not None:
-            raise NotRun("the model is given, and with it its tokens", excused=True)
+            raise NotRun(
+                "with --model, the suite cannot choose the end-of-sequence token", excused=True
+            )
         config = {"model_name": str(ctx.model("qwen2", eos_token_id=ids))}
     expected = [_until(row.tokens, ids) for row in rows]
     output = greedy_rows(ctx, rows, expected, max_new_tokens=4, **config)
@@ -255,7 +257,9 @@ def row_stop_strings_do_not_change_the_configuration(ctx: Context) -> None:
 def end_of_sequence_can_be_switched_off(ctx: Context) -> None:
     """With no eos_token_id the model's own token ends no row."""
     if ctx.settings.model is not None:
-        raise NotRun("the model is given, and with it its tokens", excused=True)
+        raise NotRun(
+            "with --model, the suite cannot choose the end-of-sequence token", excused=True
+        )
     rows = ctx.certain(3, 9, 5)
     data = ctx.batch([row.prompt for row in rows])
     path = ctx.model("qwen2", eos_token_id=rows[1].tokens[1])

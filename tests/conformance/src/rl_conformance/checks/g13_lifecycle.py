@@ -237,7 +237,10 @@ def _use_once(ctx: Context) -> None:
 def rows_carry_version_zero_at_first(ctx: Context) -> None:
     """Before any refit every row has version 0, as the backend does."""
     if ctx.settings.url is not None:
-        ctx.not_run("a server has the weights of a refit that came before", excused=True)
+        ctx.not_run(
+            "an earlier check refitted the server, and this one needs an engine before any refit",
+            excused=True,
+        )
     generation = ctx.fresh_generation()
     generation.prepare_for_generation()
     made_by(generation.generate(ctx.prompts(5, 3), greedy=True), 0, 0)

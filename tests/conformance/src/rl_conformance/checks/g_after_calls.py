@@ -30,7 +30,7 @@ def _with_stop_strings(ctx: Context) -> BatchedDataDict[Any]:
 def _without_room(ctx: Context) -> BatchedDataDict[Any]:
     limit = ctx.oracle().context
     if limit > 512:
-        raise NotRun("the model's context is a long one", excused=True)
+        raise NotRun("the context of the given model is longer than 512 tokens", excused=True)
     return ctx.prompts(limit, limit - 1, limit - 2)
 
 

@@ -196,7 +196,7 @@ def topk_takes_any_k(ctx: Context, k: int | None) -> None:
     """From one to the whole vocabulary, no token twice, for rows of one token and long ones."""
     size = ctx.oracle().vocab_size if k is None else k
     if size > 2048:
-        ctx.not_run("the vocabulary is large", excused=True)
+        ctx.not_run("the vocabulary of the given model has more than 2048 entries", excused=True)
     for lengths in ((7, 1, 3), (140,), (1,)):
         data = ctx.prompts(*lengths)
         got = ctx.policy().get_topk_logits(data, size)

@@ -115,7 +115,7 @@ def one_step_for_each_global_batch(ctx: Context) -> None:
 def two_ranks_train_as_one(ctx: Context) -> None:
     """Two workers with half of the global batch each: loss, norm and log-probs are those of one."""
     if not ctx.target.installed:
-        ctx.not_run("the backend is not installed under a name", excused=True)
+        ctx.not_run("the backend is not installed, or not under this name", excused=True)
     # The ranks' counts of tokens are far apart: a mean over ranks is not the mean over tokens.
     data = training_batch(sorted(_LENGTHS, reverse=True))
     probe = training_batch((11, 6, 19, 4), seed=9)
@@ -349,7 +349,7 @@ _THRIFT: dict[str, dict[str, Any]] = {
 def what_saves_memory_changes_no_step(ctx: Context, key: str, value: Any) -> None:
     """A key that a backend has for its use of memory gives the same steps."""
     if key not in ctx.target.config_keys["policy"]:
-        ctx.not_run(f"the backend has no {key}", excused=True)
+        ctx.not_run(f"the policy's configuration has no key {key}", excused=True)
     policy, oracle = _pair(ctx, {"optimizer": _BLUNT})
     thrifty = ctx.workshop.build("policy", "float32", {"optimizer": _BLUNT, key: value})
     ctx.closing(thrifty).prepare_for_training()

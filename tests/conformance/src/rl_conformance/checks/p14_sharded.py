@@ -290,7 +290,7 @@ def every_rank_has_a_whole_copy(ctx: Context) -> None:
     named = named_layouts(ctx)
     require(not named, "a manifest without sharded", "no layouts are named", named)
     if not ctx.target.installed:
-        ctx.not_run("the backend is not installed under a name", excused=True)
+        ctx.not_run("the backend is not installed, or not under this name", excused=True)
 
     def copies_of_two_ranks() -> int:
         policy: Any = policy_on(ctx, 2, {"model_name": str(ctx.model())}, ctx.settings.dtype)

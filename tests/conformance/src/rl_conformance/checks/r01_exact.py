@@ -388,7 +388,9 @@ def adapters_of_a_policy_are_sent_alone(ctx: Context) -> None:
     try:
         policy = adapted_policy(ctx, refit="adapter")
     except ConfigError:
-        raise NotRun("the policy always sends merged weights", excused=True) from None
+        raise NotRun(
+            "the policy cannot send adapters alone: it refuses lora.refit", excused=True
+        ) from None
     train_adapters(policy)
     sent = policy_weights(policy)
     engine = ctx.closing(Engine({name: torch.zeros_like(t) for name, t in sent.items()}))

@@ -99,7 +99,9 @@ def the_source_matches_its_description(ctx: Context) -> None:
     policy: Any = ctx.fresh_policy(model_name=str(ctx.model("qwen2", seed=1)))
     make = getattr(policy, "refit_source", None)
     if make is None:
-        ctx.not_run("the policy does not run in this process as a PolicyBackend", excused=True)
+        ctx.not_run(
+            "the policy has no weight_source in this process (of PolicyBackend)", excused=True
+        )
     described = policy.prepare_refit_info()
     for _ in range(2):
         again = policy.prepare_refit_info()
@@ -145,7 +147,9 @@ def the_sink_matches_its_description(ctx: Context) -> None:
     policy, engine = settable_trainer(ctx), ctx.refit_generation()
     make: Any = getattr(engine, "weight_sink", None)
     if make is None:
-        ctx.not_run("the engine does not run in this process as a GenerationBackend", excused=True)
+        ctx.not_run(
+            "the engine has no weight_sink in this process (of GenerationBackend)", excused=True
+        )
     first = {spec.name: spec for spec in make().specs()}
     for seed in range(2):
         shuffle(policy, seed)

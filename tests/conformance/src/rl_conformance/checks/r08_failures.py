@@ -173,7 +173,7 @@ def a_loader_that_does_not_load_is_caught(ctx: Context, fault: Any) -> None:
     """The read-back differs from what was sent: RefitCorrupted, no commit, nothing served."""
     policy, generation = unequal_pair(ctx)
     if fault is detached and not writes_in_place(generation):
-        ctx.not_run("the engine is not written in place", excused=True)
+        ctx.not_run("a refit does not write into the engine's own tensors in place", excused=True)
     with in_the_engine(generation, fault, tensor=_TENSOR):
         _is_corrupted(attempt(policy, generation, verify="installed"))
     same(generation.weights_version, ctx.first_version, "weights_version after the failed refit")

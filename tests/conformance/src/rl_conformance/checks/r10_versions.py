@@ -40,7 +40,10 @@ def versions_of_two_trainers_are_distinguished(ctx: Context) -> None:
     one, two = (ctx.fresh_policy(model_name=str(ctx.model("qwen2", seed=n))) for n in (1, 2))
     generation = fresh_engine(ctx)  # an engine gives the warning once
     if ctx.settings.url is not None:
-        ctx.not_run("a server has the weights of a trainer before the first", excused=True)
+        ctx.not_run(
+            "an earlier check refitted the server, and this one needs an engine before any refit",
+            excused=True,
+        )
     origins: list[int] = []
     for policy in (one, two, one):
         with warnings.catch_warnings(record=True) as seen:

@@ -46,7 +46,12 @@ def scales_travel_with_the_weights(ctx: Context) -> None:
         output[name] = greedy(ctx, generation, seed=1)
     same_output(ctx, output["as calibrated"], output["fine"])
     coarse, fine = (output[name]["logprobs"] for name in ("coarse", "fine"))
-    require(not torch.equal(coarse, fine), "logprobs with coarse scales", "others", "the same")
+    require(
+        not torch.equal(coarse, fine),
+        "logprobs with coarse scales",
+        "others than with fine ones",
+        "the same",
+    )
 
 
 @check("R14", needs=("generation",))
