@@ -12,6 +12,7 @@ from rl_conformance.calls import noted
 from rl_conformance.expect import require
 from rl_conformance.reference import make_reference
 from rl_conformance.served import certain_prompts
+from rl_conformance.training import NegativeLogLikelihood, training_batch
 from rl_conformance.weights import engine_weights, policy_weights, same_weights
 from rl_core.batch import BatchedDataDict
 from rl_core.weights import refit
@@ -36,6 +37,7 @@ __all__ = [
     "scores_of_both",
     "second_engine",
     "supports",
+    "take_step",
     "unequal_engine",
     "unequal_pair",
     "whole_tensors",
@@ -147,6 +149,12 @@ def supports(ctx: Context, policy: ColocatablePolicyInterface, mode: str) -> Non
     """Ends the check unless the policy's tensors can be sent in that mode."""
     if mode not in modes_of(policy):
         ctx.not_run("the policy makes its tensors on the fly", excused=True)
+
+
+def take_step(policy: ColocatablePolicyInterface, seed: int = 0) -> None:
+    """Trains a policy, so that there is something to send."""
+    policy.prepare_for_training()
+    policy.train(training_batch((9, 14, 6), seed=seed), NegativeLogLikelihood())
 
 
 def equal(policy: ColocatablePolicyInterface, generation: GenerationInterface) -> None:

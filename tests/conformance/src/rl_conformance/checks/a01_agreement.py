@@ -121,7 +121,9 @@ _DTYPES: dict[str, dict[str, Any]] = {
 @check("A3", cases=_DTYPES)
 def the_pair_agrees_before_and_after_training(ctx: Context, dtype: str, threshold: float) -> None:
     """Mean of exp(|difference|) below the threshold, at first and after three steps and a refit."""
-    policy, generation = ctx.fresh_pair(dtype=dtype, seed=1, max_new_tokens=16)
+    policy = ctx.fresh_policy(dtype=dtype)
+    generation = ctx.fresh_generation(dtype=dtype, seed=1, max_new_tokens=16)
+    generation.prepare_for_generation()
     data = ctx.prompts(*_PROMPTS)
     training = training_batch((12, 7, 20, 9))
     training["advantages"] = training["sample_mask"].clone()
