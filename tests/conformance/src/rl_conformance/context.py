@@ -304,19 +304,6 @@ class Context:
         self._exit.callback(backend.shutdown)
         return backend  # type: ignore[no-any-return]
 
-    def fresh_pair(
-        self, *, dtype: str | None = None, **config: Any
-    ) -> tuple[ColocatablePolicyInterface, GenerationInterface]:
-        """A policy and an engine for this check alone, the engine awake.
-
-        A kind that the backend under test does not offer is the suite's own reference.
-        """
-        model = {key: config[key] for key in ("model_name",) if key in config}
-        policy = self.fresh_policy(dtype=dtype, **model)
-        generation = self.fresh_generation(dtype=dtype, **config)
-        generation.prepare_for_generation()
-        return policy, generation
-
     def closing(self, resource: Any) -> Any:
         """Closes a resource (``shutdown`` or ``close``) when the check ends."""
         self._exit.callback(getattr(resource, "shutdown", None) or resource.close)
@@ -344,13 +331,13 @@ class Context:
     def large_model(self, nbytes: int) -> Path:
         """A checkpoint of at least so many bytes in the run's dtype, to measure memory with.
 
-        Its layers and heads have usual sizes.
+        Its layers and heads have usual sizes, and two ranks can share the layers.
         """
         import torch
 
         width, itemsize = 1024, getattr(torch, self.settings.dtype).itemsize
         heads = {"num_attention_heads": width // 128, "num_key_value_heads": width // 256}
-        layers = 1 + nbytes // (9 * width**2 * itemsize)
+        layers = 2 + 2 * (nbytes // (18 * width**2 * itemsize))
         return self.model("qwen2", hidden_size=width, num_layers=layers, **heads)
 
     def oracle(self, path: Path | None = None) -> Oracle:

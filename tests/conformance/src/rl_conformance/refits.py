@@ -13,6 +13,7 @@ from rl_conformance.deadline import stretched
 from rl_conformance.expect import require
 from rl_conformance.reference import make_reference
 from rl_conformance.served import certain_prompts
+from rl_conformance.training import NegativeLogLikelihood, training_batch
 from rl_conformance.weights import engine_weights, policy_weights, same_weights
 from rl_core.batch import BatchedDataDict
 from rl_core.weights import refit
@@ -37,6 +38,7 @@ __all__ = [
     "scores_of_both",
     "second_engine",
     "supports",
+    "take_step",
     "unequal_engine",
     "unequal_pair",
     "whole_tensors",
@@ -151,6 +153,12 @@ def supports(ctx: Context, policy: ColocatablePolicyInterface, mode: str) -> Non
             "the policy computes its tensors when it sends them, so mode direct does not apply",
             excused=True,
         )
+
+
+def take_step(policy: ColocatablePolicyInterface, seed: int = 0) -> None:
+    """Trains a policy, so that there is something to send."""
+    policy.prepare_for_training()
+    policy.train(training_batch((9, 14, 6), seed=seed), NegativeLogLikelihood())
 
 
 def equal(policy: ColocatablePolicyInterface, generation: GenerationInterface) -> None:

@@ -130,10 +130,11 @@ def the_pair_agrees_before_and_after_training(
     ctx: Context, dtype: str, threshold: float, family: str = "qwen2"
 ) -> None:
     """Mean of exp(|difference|) below the threshold, at first and after three steps and a refit."""
+    path = str(ctx.model(family))
     with ctx.refusable(family):
-        policy, generation = ctx.fresh_pair(
-            dtype=dtype, model_name=str(ctx.model(family)), seed=1, max_new_tokens=16
-        )
+        policy = ctx.fresh_policy(dtype=dtype, model_name=path)
+        generation = ctx.fresh_generation(dtype=dtype, model_name=path, seed=1, max_new_tokens=16)
+    generation.prepare_for_generation()
     data = ctx.prompts(*_PROMPTS)
     training = training_batch((12, 7, 20, 9))
     training["advantages"] = training["sample_mask"].clone()

@@ -19,7 +19,7 @@ from rl_conformance.draws import declared_logprobs, same_draws
 from rl_conformance.expect import NotRun, fail, raises, require, same, same_tensor, within
 from rl_conformance.losses import FailsInTheStep
 from rl_conformance.models import make_reciting_model, make_tokenizer
-from rl_conformance.refits import run_refit, whole_tensors
+from rl_conformance.refits import run_refit, take_step, whole_tensors
 from rl_conformance.training import NegativeLogLikelihood, training_batch
 from rl_conformance.ways import engine_for, every_pair, exact, settable_trainer, shuffle, ways_of
 from rl_conformance.weights import engine_weights, same_weights
@@ -56,7 +56,6 @@ __all__ = [
     "needs_adapters",
     "plain_rows",
     "plans_in",
-    "policy_trained_on",
     "random_batch",
     "read_stream",
     "refit_in_sequence",
@@ -358,12 +357,6 @@ def scores_after(policy: ColocatablePolicyInterface, data: BatchedDataDict[Any])
     return scores
 
 
-def policy_trained_on(ctx: Context, **config: Any) -> ColocatablePolicyInterface:
-    policy = ctx.fresh_policy(**config)
-    policy.prepare_for_training()
-    return policy
-
-
 def strange_token(data: BatchedDataDict[Any]) -> BatchedDataDict[Any]:
     data["input_ids"][-1, 2] = 10**6
     return data
@@ -441,8 +434,7 @@ def tensor_trainer(ctx: Context, side: str) -> Any:
 def change_tensors(policy: Any, side: str, step: int, way: str) -> None:
     """New weights: one tensor's where only that is to be sent."""
     if side == "trainer":
-        policy.prepare_for_training()
-        policy.train(training_batch((9, 14, 6), seed=step), NegativeLogLikelihood())
+        take_step(policy, step)
         return
     names = sorted(name for name, _ in policy.model.named_parameters())
     one = [names[5 * step % len(names)]] if way == "delta" else None

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from rl_conformance.checks.common import policy_trained_on, scores_after, trained_policy
+from rl_conformance.checks.common import scores_after, trained_policy
 from rl_conformance.expect import require, same
 from rl_conformance.losses import LogitLikelihood, PairLoss, ReportingLoss, SequenceLikelihood
 from rl_conformance.registry import check
@@ -408,7 +408,7 @@ def a_loss_sees_the_same_data_whatever_the_split(
         "global_valid_toks": tokens,
         "global_valid_seqs": 5.0,
     }
-    policy = policy_trained_on(ctx, **config)
+    policy = trained_policy(ctx, **config)
     for eval_mode in (True, False):
         result = policy.train(data, ReportingLoss(), eval_mode, mbs=mbs)
         got = {key: float(result.get(key, "nan")) for key in expected}
@@ -446,7 +446,7 @@ def every_kind_of_loss_is_split(ctx: Context, loss_fn: LossFunction, temperature
     allowed = ctx.tolerance[1] / temperature if isinstance(loss_fn, PairLoss) else None
     for split in ("mbs_1", "mbs_3", "packed"):
         config, mbs = _OTHER_SPLITS[split]["config"], _OTHER_SPLITS[split]["mbs"]
-        policy = policy_trained_on(ctx, temperature=temperature, **config)
+        policy = trained_policy(ctx, temperature=temperature, **config)
         result = policy.train(data, loss_fn, mbs=mbs)
         most = allowed or ctx.tolerance[0] / temperature
         ctx.measure_near("loss_error", result["loss"], expected, most)

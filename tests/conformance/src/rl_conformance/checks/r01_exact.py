@@ -25,12 +25,12 @@ from rl_conformance.refits import (
     run_refit,
     second_engine,
     supports,
+    take_step,
     unequal_pair,
     whole_tensors,
 )
 from rl_conformance.registry import CORE, check
 from rl_conformance.served import certain_prompts
-from rl_conformance.training import NegativeLogLikelihood, training_batch
 from rl_conformance.ways import engine_for, exact, settable_trainer, shuffle, ways_of
 from rl_conformance.weights import (
     checkpoint_weights,
@@ -73,7 +73,7 @@ def a_delta_is_exact(ctx: Context) -> None:
     same(report.skipped, 0, "tensors skipped by the first refit of a delta")
     report = run_refit(policy, generation, delta=True)
     same(report.tensors, 0, "tensors sent by a delta after no change")
-    _train(policy)
+    take_step(policy)
     report = run_refit(policy, generation, delta=True)
     require(report.tensors > 0, "tensors sent by a delta after training", "> 0", report.tensors)
     equal(policy, generation)
@@ -86,7 +86,7 @@ def a_trained_policy_arrives(ctx: Context) -> None:
     policy, generation = unequal_pair(ctx)
     for _ in range(2):
         for _ in range(5):  # so that what was learned is more than rounding
-            _train(policy)
+            take_step(policy)
         policy.offload_before_refit()
         run_refit(policy, generation)
         policy.offload_after_refit()
@@ -101,7 +101,7 @@ def what_was_committed_stays(ctx: Context, mode: str) -> None:
     supports(ctx, policy, mode)
     run_refit(policy, generation, mode=mode)
     before = engine_weights(generation)
-    _train(policy)
+    take_step(policy)
     same_weights(engine_weights(generation), before, "the engine after training")
     run_refit(policy, second_engine(ctx), mode=mode)
     same_weights(engine_weights(generation), before, "the engine after another's refit")
@@ -117,7 +117,7 @@ def a_refit_crosses_processes(ctx: Context) -> None:
             run_refit(policy, generation, mode=mode, verify=verify)
             same(generation.weights_version, number, "weights_version")
             _equal_there(policy, generation)
-            _train(policy)
+            take_step(policy)
         for mode in modes_of(policy):
             report = run_refit(policy, generation, mode=mode, delta=True)
             require(
@@ -127,13 +127,7 @@ def a_refit_crosses_processes(ctx: Context) -> None:
             same(report.tensors, 0, "tensors sent by a delta after no change")
             _equal_there(policy, generation)
             agree(ctx, policy, generation)  # type: ignore[arg-type]
-            _train(policy)
-
-
-def _train(policy: Any) -> None:
-    """A step, so that there is something to send."""
-    policy.prepare_for_training()
-    policy.train(training_batch((9, 14, 6)), NegativeLogLikelihood())
+            take_step(policy)
 
 
 def _equal_there(policy: Any, generation: RemoteGeneration) -> None:
@@ -312,8 +306,7 @@ def what_arrives_is_what_is_saved(ctx: Context) -> None:
     engine = engine_for(ctx, "trainer")
     run_refit(policy, engine)
     for step, way in enumerate(ways_of(ctx, policy, "trainer", "direct", "packed").values()):
-        policy.prepare_for_training()
-        policy.train(training_batch((9, 14, 6), seed=step), NegativeLogLikelihood())
+        take_step(policy, step)
         way(policy, engine)
         path = ctx.directory() / f"saved-{step}"
         policy.save_checkpoint(str(path))

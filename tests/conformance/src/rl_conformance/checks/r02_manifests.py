@@ -9,10 +9,9 @@ import torch
 
 from rl_conformance.checks.common import change_nothing
 from rl_conformance.expect import raises, require, same
-from rl_conformance.refits import run_refit, unequal_pair
+from rl_conformance.refits import run_refit, take_step, unequal_pair
 from rl_conformance.registry import check
 from rl_conformance.served import greedy, same_output
-from rl_conformance.training import NegativeLogLikelihood, training_batch
 from rl_conformance.ways import settable_trainer, shuffle
 from rl_conformance.weights import checkpoint_weights, policy_weights, same_weights
 from rl_core.errors import ManifestMismatchError
@@ -135,8 +134,7 @@ def the_source_matches_its_description(ctx: Context) -> None:
                 },
                 "pieces()",
             )
-        policy.prepare_for_training()
-        policy.train(training_batch((9, 14, 6)), NegativeLogLikelihood())
+        take_step(policy)
         policy.offload_before_refit()
         policy.offload_after_refit()
 

@@ -19,11 +19,11 @@ from rl_conformance.refits import (
     equal,
     run_refit,
     second_engine,
+    take_step,
     unequal_engine,
 )
 from rl_conformance.registry import check, refusal
 from rl_conformance.served import greedy, same_output
-from rl_conformance.training import NegativeLogLikelihood, training_batch
 from rl_conformance.ways import engine_for, settable_trainer
 from rl_core.errors import CapabilityError, RefitError
 from rl_core.futures import wait
@@ -65,8 +65,7 @@ def _exact_twice(ctx: Context, side: str, older: bool, count: int, trainers: int
             same(engine.weights_version, version, "weights_version")
             equal(policy, engine)
             agree(ctx, policy, engine)
-        policy.prepare_for_training()
-        policy.train(training_batch((9, 14, 6)), NegativeLogLikelihood())
+        take_step(policy)
 
 
 @check("R4", cases=_SIZES, needs=("generation",))
@@ -93,8 +92,7 @@ def _one_call(ctx: Context, side: str) -> None:
             report = run_refit(policy, engine, transport="collective", verify=verify)
             same(report.transport, "collective", "transport of the report")
             equal(policy, engine)
-            policy.prepare_for_training()
-            policy.train(training_batch((9, 14, 6)), NegativeLogLikelihood())
+            take_step(policy)
         run_refit(policy, engine, transport="collective", delta=True)
         equal(policy, engine)
         agree(ctx, policy, engine)

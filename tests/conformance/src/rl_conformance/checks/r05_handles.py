@@ -6,9 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 from rl_conformance.checks.common import change_nothing
 from rl_conformance.expect import raises, same
-from rl_conformance.refits import DEADLINE_S, agree, equal, run_refit, unequal_pair
+from rl_conformance.refits import DEADLINE_S, agree, equal, run_refit, take_step, unequal_pair
 from rl_conformance.registry import check
-from rl_conformance.training import NegativeLogLikelihood, training_batch
 from rl_conformance.ways import by_ticket, engine_for, exact, settable_trainer, shuffle, ticket_for
 from rl_conformance.weights import engine_weights, same_weights
 from rl_core.errors import RLError
@@ -88,8 +87,7 @@ def tickets_never_mix_two_states(ctx: Context) -> None:
     run_refit(policy, engine)
     for _ in range(2):
         ticket = ticket_for(policy, engine, mode="packed")
-        policy.prepare_for_training()
-        policy.train(training_batch((9, 14, 6)), NegativeLogLikelihood())
+        take_step(policy)
         with raises(RLError):
             engine.update_weights(ticket)
         same(engine.weights_version, 1, "weights_version after the refused ticket")

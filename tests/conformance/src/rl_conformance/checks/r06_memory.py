@@ -9,10 +9,10 @@ from rl_conformance.checks.common import refit_in_sequence
 from rl_conformance.expect import raises, same
 from rl_conformance.leftovers import left_each_time
 from rl_conformance.memory import MemoryPeak
-from rl_conformance.refits import equal, modes_of, run_refit, unequal_pair
+from rl_conformance.refits import equal, modes_of, run_refit, take_step, unequal_pair
 from rl_conformance.registry import check, refusal
 from rl_conformance.served import greedy, same_output
-from rl_conformance.training import NegativeLogLikelihood, training_batch
+from rl_conformance.training import training_batch
 from rl_conformance.ways import every_pair, ways_of
 from rl_core.errors import CapabilityError
 
@@ -33,7 +33,6 @@ _MOST_GROWTH = 2 << 20
 def refit_after_refit_stays_exact(ctx: Context) -> None:
     """A hundred refits of changing weights, in every mode by turns: each exact, nothing grows."""
     policy, generation = unequal_pair(ctx)
-    data, loss = training_batch((9, 14, 6)), NegativeLogLikelihood()
     ways = ways_of(ctx, policy, "engine", *_MODES)
     turns = itertools.cycle(every_pair(list(ways)))
     refits = growth = 0
@@ -41,8 +40,7 @@ def refit_after_refit_stays_exact(ctx: Context) -> None:
     def refit(times: int) -> None:
         nonlocal refits
         for _ in range(times):
-            policy.prepare_for_training()
-            policy.train(data, loss)
+            take_step(policy)
             ways[next(turns)](policy, generation)
             equal(policy, generation)
             refits += 1

@@ -19,6 +19,7 @@ from rl_conformance.refits import (
     equal,
     run_refit,
     supports,
+    take_step,
     unequal_pair,
     whole_tensors,
 )
@@ -211,8 +212,7 @@ def the_reference_may_score_during_a_refit(ctx: Context) -> None:
     """Scoring the reference policy during a refit ends the refit or has no effect on it."""
     policy, generation = unequal_pair(ctx)
     supports(ctx, policy, "packed")
-    policy.prepare_for_training()
-    policy.train(training_batch((9, 14, 6)), NegativeLogLikelihood())
+    take_step(policy)
 
     def score() -> None:
         policy.get_reference_policy_logprobs(training_batch((9, 14)))

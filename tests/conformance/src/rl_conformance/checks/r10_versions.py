@@ -10,10 +10,9 @@ import torch
 from rl_conformance.checks.common import change_nothing
 from rl_conformance.expect import raised, raises, require, same
 from rl_conformance.faults import failing_write, in_the_engine
-from rl_conformance.refits import attempt, equal, fresh_engine, run_refit, unequal_pair
+from rl_conformance.refits import attempt, equal, fresh_engine, run_refit, take_step, unequal_pair
 from rl_conformance.registry import check
 from rl_conformance.served import greedy, made_by, same_output
-from rl_conformance.training import NegativeLogLikelihood, training_batch
 from rl_conformance.ways import engine_for, exact, settable_trainer, shuffle
 from rl_conformance.weights import engine_weights, same_weights
 from rl_core.errors import LoopWarning, RLError
@@ -121,8 +120,7 @@ def training_shows_only_after_the_next_refit(ctx: Context) -> None:
     policy, generation = unequal_pair(ctx)
     run_refit(policy, generation, mode="auto")
     before, weights = greedy(ctx, generation, seed=0), engine_weights(generation)
-    policy.prepare_for_training()
-    policy.train(training_batch((9, 14, 6)), NegativeLogLikelihood())
+    take_step(policy)
     generation.prepare_refit_info(policy.prepare_refit_info() or {})
     generation.finish_generation()
     generation.prepare_for_generation()

@@ -47,7 +47,7 @@ if TYPE_CHECKING:
 
 
 #: Small enough that every rank sends several buckets.
-_BUCKET = 4096
+_BUCKET = 1 << 15
 
 
 @contextmanager

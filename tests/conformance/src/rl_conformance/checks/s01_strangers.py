@@ -162,7 +162,7 @@ def nothing_is_unpickled(ctx: Context) -> None:
 @check("S1")
 def malformed_refit_info_is_refused(ctx: Context) -> None:
     """The engine refuses what is no description of tensors."""
-    generation = ctx.fresh_generation()
+    generation = ctx.generation()
     wrong: tuple[Any, ...] = (
         {},
         {"protocol": 1},
