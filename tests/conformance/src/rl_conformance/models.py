@@ -96,6 +96,7 @@ FAMILIES = {
             "model_type": "gemma2",
             "tie_word_embeddings": True,
             "head_dim": 32,
+            "hidden_act": "gelu_pytorch_tanh",  # for engines alone
             "attn_logit_softcapping": 1.0,
             "final_logit_softcapping": 5.0,
             "query_pre_attn_scalar": 1,

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from rl_backends import Completion, PromptBatch, SamplingParams
 
-_CHOICES = "G4 or G10 and not first_tokens"
+_CHOICES = "(G4 or G10 and not first_tokens) and not (every_pair or thousands or rows_own)"
 
 
 @breaks("G6", checks="G6")
