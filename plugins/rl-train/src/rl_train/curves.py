@@ -1,4 +1,4 @@
-"""The curves of one run or several, as a PNG. Needs matplotlib."""
+"""The curves of one run or several, as a picture. Needs matplotlib."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def plot(
 
     Args:
         folders: Of a run, or of several that are drawn over each other; with ``metrics.jsonl``.
-        path: Of the PNG; its folder is made if it is not there.
+        path: Of the picture, ``.png`` or ``.svg``; its folder is made if it is not there.
         tolerance: How large the log-prob error may be: a line, and how far below it the runs are.
 
     Raises:
@@ -99,5 +99,5 @@ def plot(
         if any(axes.get_legend_handles_labels()[1]):
             axes.legend()
     Path(path).parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=130, format="png")
+    figure.savefig(path, dpi=130)
     plt.close(figure)

@@ -41,8 +41,8 @@ class LogConfig(TypedDict, total=False):
         completions: How many completions of a step are written to ``completions.jsonl``. Default 4.
         completions_every: Every how many steps completions are written, from the first one on.
             Default 10.
-        plot: Path of a PNG with the curves, drawn at the end; a relative path is in the output
-            directory; None for no plot. Default ``"curves.png"``.
+        plot: Path of a picture of the curves, drawn at the end, such as ``"curves.svg"``; a
+            relative path is in the output directory; None for no plot. Default ``"curves.png"``.
     """
 
     to: Annotated[
