@@ -35,8 +35,9 @@ TARGETS = [
     "plugins/rl-vllm/src/rl_vllm/server.py",
     "plugins/rl-sglang/src/rl_sglang/server.py",
 ]
-#: An item may take ten times the seconds that it took without a mutant, and at least these.
-PATIENCE, LEAST_S = 10, 60.0
+#: An item may take ten times the seconds that it took without a mutant, and at least these: it may
+#: compute what other items computed for it then.
+PATIENCE, LEAST_S = 10, 240.0
 SUITE = ["-c", os.devnull, "--noconftest", "--rl-backend"]
 QUIET = ["-q", "-p", "no:cacheprovider", "-W", "ignore::pytest.PytestAssertRewriteWarning"]
 #: Coverage of the sources, also in child processes, which belongs to what runs when they start.
@@ -271,12 +272,14 @@ def examine(mutant: Mutant, maps: list[Path], scratch: Path) -> Mutant:
 def use_copies(scratch: Path) -> None:
     """Copies all sources, and lets this process and its children import them from there.
 
-    Libraries are imported now, once for all mutants.
+    Files that a killed check leaves behind go with the copies. Libraries are imported now, once for
+    all mutants.
     """
     paths = []
     for source in (*ROOT.glob("core/src"), *ROOT.glob("plugins/*/src"), *ROOT.glob("tests/*/src")):
         paths.append(str(scratch / source.relative_to(ROOT)))
         shutil.copytree(source, paths[-1])
+    tempfile.tempdir = os.environ["TMPDIR"] = tempfile.mkdtemp(dir=scratch)
     sys.path[:0] = paths
     os.environ |= {"PYTHONPATH": os.pathsep.join(paths), "PYTHONDONTWRITEBYTECODE": "1"}
     sys.dont_write_bytecode = True
@@ -289,7 +292,7 @@ def use_copies(scratch: Path) -> None:
 def run_items(folder: Path, items: dict[str, float], scratch: Path) -> Mutant:
     """Runs items in a process of their own, and returns the verdict."""
     state, log = scratch / "state.json", scratch / "log"
-    state.write_text(json.dumps({"check": "", "until": time.time() + 10 * LEAST_S}))
+    state.write_text(json.dumps({"check": "", "until": time.time() + PATIENCE * LEAST_S}))
     arguments = json.loads((folder / "items.json").read_text())["arguments"]
     child = os.fork()
     if not child:
