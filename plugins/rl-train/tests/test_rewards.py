@@ -44,8 +44,8 @@ async def awaits(completions, prompts):
 begun = {}
 
 async def together(completions, run):
-    begun[run] = begun.get(run, 0) + 1
-    while begun[run] < 50:  # for ever, unless all are called before one has ended
+    begun[run] = begun.get(run, 0) + len(completions)
+    while begun[run] < 50:  # for ever, unless it is called for all before a call has ended
         await asyncio.sleep(0.01)
     return [1.0] * len(completions)
 
