@@ -26,8 +26,6 @@ from rl_conformance.reference import reference_target
 from rl_conformance.reference.generation import ReferenceGeneration
 from rl_core.errors import CapabilityError, ConfigError
 
-pytestmark = pytest.mark.concerns("benchmarks/", "tests/integration/test_architectures.py")
-
 
 def tried(engine: type[ReferenceGeneration], name: str = "llama", **options: Any) -> Trial:
     """What comes of one architecture with an engine of the reference's kind."""

@@ -11,8 +11,6 @@ from refit_bench.bench import Bench, Tensors
 
 from rl_core.errors import ConfigError
 
-pytestmark = pytest.mark.concerns("benchmarks/", "tests/integration/test_refit_bench.py")
-
 
 def test_the_tensors_say_where_they_are():
     tensors = Tensors({"w": torch.empty(3, device="meta")})

@@ -24,8 +24,6 @@ from rl_core.interfaces import Box, Piece, TensorSpec
 from rl_core.weights import RefitReceiver, RefitSender
 from rl_core.weights.receiving import receiver as receiving
 
-pytestmark = pytest.mark.concerns("core/")
-
 ROWS, COLUMNS, COUNT = 256, 1024, 8
 SHAPES = {f"w{n}": (ROWS, COLUMNS) for n in range(COUNT)} | {"norm": (COLUMNS,)}
 MODEL = 4 * sum(torch.Size(shape).numel() for shape in SHAPES.values())

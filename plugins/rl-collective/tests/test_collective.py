@@ -27,8 +27,6 @@ from rl_core.errors import (
     RefitProtocolError,
 )
 
-pytestmark = pytest.mark.concerns("core/")
-
 CPU = torch.device("cpu")
 LOCAL = "127.0.0.1"
 MIB = 1 << 20

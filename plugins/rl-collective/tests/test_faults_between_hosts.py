@@ -21,7 +21,7 @@ from killable import (
 
 from rl_core.errors import RefitPeerError
 
-pytestmark = [pytest.mark.concerns("core/"), pytest.mark.usefixtures("nothing_is_left")]
+pytestmark = pytest.mark.usefixtures("nothing_is_left")
 
 OLD, NEXT = 0, 2
 

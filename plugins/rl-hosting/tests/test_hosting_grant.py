@@ -19,8 +19,6 @@ from rl_core.weights.engine_lock import EngineLock
 from rl_hosting import worker_refits
 from rl_hosting._remote_receiver import RemoteReceiver
 
-pytestmark = pytest.mark.concerns("core/", "plugins/rl-hosting/")
-
 GIVEN_UP = ("quit T", "quit E0")
 ONE, TWO = (Refit(),), (Refit(), Refit())
 CRASH, PAUSE = ("crash T", "crash E0"), ("pause T", "pause E0")

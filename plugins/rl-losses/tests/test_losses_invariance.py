@@ -16,8 +16,6 @@ from rl_core.interfaces import LossFunction, LossInputType, LossType
 from rl_losses import DPOLossFn, GRPOLossFn, NLLLossFn, TopkKLLossFn
 from rl_losses.preferences import PREFERENCES, SMOOTHED
 
-pytestmark = pytest.mark.concerns("plugins/rl-losses/", "core/src/rl_core/batch/")
-
 SEQUENCE = LossType.SEQUENCE_LEVEL
 LOSSES: dict[str, LossFunction] = {
     "nll": NLLLossFn(),

@@ -26,7 +26,7 @@ from simple_pair import until
 
 from rl_core.errors import RefitAborted, RefitPeerError, WeightsTornError
 
-pytestmark = [pytest.mark.concerns("core/"), pytest.mark.usefixtures("nothing_is_left")]
+pytestmark = pytest.mark.usefixtures("nothing_is_left")
 
 
 ISOLATIONS = ["quiesced", "staged"]

@@ -20,7 +20,7 @@ from simple_pair import SOON, Engine, Trainer, blank, same, until
 from rl_core.errors import RefitAborted, RefitError, RefitPeerError, RefitProtocolError
 from rl_core.futures import wait
 
-pytestmark = [pytest.mark.concerns("core/"), pytest.mark.usefixtures("nothing_is_left")]
+pytestmark = pytest.mark.usefixtures("nothing_is_left")
 
 MEGABYTE = 1 << 20
 

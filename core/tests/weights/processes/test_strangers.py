@@ -19,7 +19,7 @@ from rl_core.weights.transports.control import ControlClient, ControlServer
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-pytestmark = [pytest.mark.concerns("core/"), pytest.mark.usefixtures("nothing_is_left")]
+pytestmark = pytest.mark.usefixtures("nothing_is_left")
 
 #: What a ZMTP 3.1 client begins with: signature, version, mechanism, padding; then its READY.
 GREETING = b"\xff" + bytes(8) + b"\x7f\x03\x01" + b"NULL".ljust(20, b"\0") + bytes(32)

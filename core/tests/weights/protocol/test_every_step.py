@@ -17,8 +17,6 @@ from simulation.parties import DEADLINE_S, NAMES, Kind
 
 from rl_core.errors import RefitPeerError, WeightsTornError
 
-pytestmark = pytest.mark.concerns("core/")
-
 #: Staged is quiesced and more; both in turn take twice as long.
 ISOLATIONS = [pytest.param("quiesced", marks=pytest.mark.full), "staged"]
 IN_PLACE, CAST = Kind(in_place=True), Kind(casts=True, ties=False)

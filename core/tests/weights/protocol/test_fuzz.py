@@ -7,8 +7,6 @@ from fuzz_messages import fuzz
 
 from rl_core.weights.protocol import messages
 
-pytestmark = pytest.mark.concerns("core/")
-
 
 def test_what_is_wrong_is_refused_and_nothing_else_happens():
     seen = fuzz(20_000, seed=1)

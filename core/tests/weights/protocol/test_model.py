@@ -17,8 +17,6 @@ from refit_model.scenarios import FULL
 from refit_model.search import explore, follow, nothing_goes_wrong
 from refit_model.world import Scenario
 
-pytestmark = pytest.mark.concerns("core/")
-
 #: What once went wrong, by scenario (or with it): the shortest way there.
 TRACES: dict[str, dict[str, Any]] = json.loads(
     (Path(scenarios.__file__).parent / "traces.json").read_text(encoding="utf-8")
