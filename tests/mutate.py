@@ -339,7 +339,8 @@ def report(mutants: Path) -> None:
     for record in left:
         change = record["after"].replace("|", "\\|").replace("\n", " ")
         place = f"{record['file']}:{record['line']}"
-        print(f"| {place}: `{change}` | {record['verdict']} | {record['forbidden_by']} |")
+        verdict = record["verdict"] or "not run"
+        print(f"| {place}: `{change}` | {verdict} | {record['forbidden_by']} |")
 
 
 def wilson(hits: int, total: int, z: float = 1.96) -> tuple[float, float]:
