@@ -59,5 +59,5 @@ class RunProgress(Progress):
             self.console.print(text, soft_wrap=True)
         elif self.disable and time.monotonic() - self._printed > _PAUSE_S:
             self._printed = time.monotonic()
-            minutes = (self._task.time_remaining or 0) / 60
+            minutes = max(1.0, (self._task.time_remaining or 0) / 60)
             print(f"{number}, about {minutes:.0f} min left", flush=True)

@@ -15,6 +15,7 @@ import torch
 import zmq
 
 from rl_conformance.checks.common import frames_of, fresh_doubles, messages_of, renew_tensors
+from rl_conformance.deadline import stretched
 from rl_conformance.doubles import Engine, Trainer
 from rl_conformance.expect import fail, raised, raises, require, same
 from rl_conformance.faults import at_the_first_bucket
@@ -323,9 +324,10 @@ def a_survivor_cleans_up_after_a_killed_trainer(ctx: Context) -> None:
         same(directory.exists(), True, f"{directory} exists while the trainer lives")
         policy.die_at("tensors", 1)
         generation.prepare_refit_info(info)
-        policy.send_weights(deadline_s=DEADLINE_S)
-        (receiving,) = generation.receive_weights(deadline_s=DEADLINE_S)
-        raised(receiving.exception(DEADLINE_S + 10), Exception)
+        deadline_s = stretched(DEADLINE_S)
+        policy.send_weights(deadline_s=deadline_s)
+        (receiving,) = generation.receive_weights(deadline_s=deadline_s)
+        raised(receiving.exception(deadline_s + 10), Exception)
     generation.shutdown()
     same(directory.exists(), False, f"{directory} exists after the engine was shut down")
 
