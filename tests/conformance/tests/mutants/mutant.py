@@ -31,7 +31,7 @@ _THOROUGH = """
     a_configured_seed_may_have_any_size a_copy_is_on_several_ranks
     a_disturbed_answer_never_commits a_failed_refit_leaves_the_old_adapter a_failed_save_raises
     a_failing_call_changes_no_step a_failing_reference_call_changes_no_step
-    a_long_call_makes_progress_among_short_ones a_long_string_ends_a_row_beside_a_short_one
+    a_long_call_makes_progress_among_short_ones a_long_string_beside_a_short_one_ends_a_row
     a_loss_sees_the_same_data_whatever_the_split a_mask_that_is_left_out_is_all_ones
     a_mask_with_a_hole_is_refused a_masked_batch_is_no_step a_match_within_a_token_ends_the_row
     a_narrow_dtype_resumes_bit_equal a_refit_changes_only_its_own_engine

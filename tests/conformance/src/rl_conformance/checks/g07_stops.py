@@ -279,7 +279,7 @@ def end_of_sequence_can_be_switched_off(ctx: Context) -> None:
 
 
 @check("G7")
-def a_long_string_ends_a_row_beside_a_short_one(ctx: Context) -> None:
+def a_long_string_beside_a_short_one_ends_a_row(ctx: Context) -> None:
     """A match that begins 25 tokens back is found, wherever in the list its string is."""
     tokens = make_tokenizer().encode(ascii_letters)
     path = ctx.workshop.once("letters", lambda: make_reciting_model(ctx.directory(), tokens))
