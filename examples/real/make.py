@@ -43,6 +43,7 @@ def write_model(package: Path, folder: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(package, gguf_file=GGUF)
     # The file names another end of sequence than the published model, and no padding.
     tokenizer.eos_token = tokenizer.pad_token = "<|im_end|>"
+    tokenizer.clean_up_tokenization_spaces = False
     tokenizer.save_pretrained(folder)
     loaded = AutoModelForCausalLM.from_pretrained(package, gguf_file=GGUF, dtype=torch.float32)
     # A model that transformers read from GGUF cannot be saved; one with the same weights can.
