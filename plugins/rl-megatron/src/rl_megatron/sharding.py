@@ -89,10 +89,14 @@ def make_optimizer(shares: Mapping[str, Share], settings: Mapping[str, Any]) -> 
     """Of this rank's parts; their gradients are set before each step.
 
     Args:
-        shares: Of all parameters.
+        shares: Of all parameters; those that require no gradient get no step.
         settings: The key ``optimizer`` of a checked configuration.
     """
-    stepped = {name: s for name, s in shares.items() if s.elements.start < s.elements.stop}
+    stepped = {
+        name: share
+        for name, share in shares.items()
+        if share.elements.start < share.elements.stop and share.parameter.requires_grad
+    }
     return Optimizer(
         {name: nn.Parameter(share.of(share.parameter.data)) for name, share in stepped.items()},
         settings,

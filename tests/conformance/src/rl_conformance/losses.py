@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
@@ -23,8 +24,9 @@ __all__ = [
     "NanInTheGradientOfARow",
     "PairLoss",
     "RaisesInARow",
-    "SequenceLikelihood",
     "ReportingLoss",
+    "RowsLoss",
+    "SequenceLikelihood",
 ]
 
 
@@ -74,6 +76,37 @@ class ReportingLoss(NegativeLogLikelihood):
             seen["seen_shortest_min"] = float(lengths.min())
             seen["seen_longest_max"] = float(lengths.max())
         return loss, seen
+
+
+class RowsLoss(NegativeLogLikelihood):
+    """Reports which process computes the loss of each row, its log-prob, and what it was given.
+
+    Args:
+        batch: The batch that ``train`` is given. Its column ``row`` has the number of each row.
+    """
+
+    def __init__(self, batch: BatchedDataDict[Any]) -> None:
+        self.batch = batch
+
+    def __call__(
+        self, inputs: torch.Tensor, data: BatchedDataDict[Any], **counts: Any
+    ) -> tuple[torch.Tensor, dict[str, float]]:
+        """See :class:`rl_core.interfaces.LossFunction`."""
+        loss, metrics = super().__call__(inputs, data, **counts)
+        for index, row in enumerate(data["row"].tolist()):
+            if not data["sample_mask"][index]:
+                continue
+            metrics[f"process_of_row_{row}_max"] = float(os.getpid())
+            metrics[f"likelihood_of_row_{row}"] = float(inputs[index].detach().sum())
+            for key, column in self.batch.items():
+                got, passed = data[key][index].cpu(), column[row]
+                if column.dim() > 1:  # what is first or padding does not count
+                    real = slice(1, int(self.batch["input_lengths"][row]))
+                    got, passed = got[real], passed[real]
+                alike = key.endswith("_mask") or got.dtype == passed.dtype
+                if not alike or not torch.equal(got.to(passed.dtype), passed):
+                    metrics[f"changes_of_{key}"] = metrics.get(f"changes_of_{key}", 0) + 1
+        return loss, metrics
 
 
 class SequenceLikelihood(LossFunction):

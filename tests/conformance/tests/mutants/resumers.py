@@ -92,6 +92,18 @@ class AResumedPolicyIsItsOwnReference(ReferencePolicy):
         self.reference_model.load_state_dict(self.model.state_dict())
 
 
+@breaks("P9", checks="P9 and (another_state or missing) or P1 and now")
+class ScoresAreRememberedForAStep(ReferencePolicy):
+    """Log-probs of a batch are computed once in each step, whichever weights are loaded."""
+
+    def get_logprobs(self, data: Any, *args: Any, **options: Any) -> Any:
+        seen = self.__dict__.setdefault("seen", {})
+        key = self.steps, data["input_ids"].numpy().tobytes()
+        if key not in seen:
+            seen[key] = super().get_logprobs(data, *args, **options)
+        return seen[key]
+
+
 @breaks("P9", checks="P9 and (no_step or resum or refused_checkpoint)")
 class SavingForgetsTheDropout(ReferencePolicy):
     """Random numbers of the policy start anew with every save."""

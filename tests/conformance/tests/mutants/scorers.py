@@ -19,6 +19,7 @@ from rl_conformance.reference import MANIFEST, fp8, reference_target
 from rl_conformance.reference.policy import ReferencePolicy
 from rl_conformance.target import Target
 from rl_core.batch import BatchedDataDict
+from rl_core.errors import DataError
 from rl_core.plugins.manifest import Capability
 
 _P1 = "P1 and (completely or special or any_batch or now or layout)"
@@ -64,7 +65,7 @@ class _Switched(ReferencePolicy):
         raise NotImplementedError
 
 
-@breaks("P1", checks="P1 and options")
+@breaks("P1", checks="P1 and agree")
 class SoftCapsAreDropped(_Switched):
     """Attention has no soft cap, as torch's fused one has none."""
 
@@ -73,7 +74,7 @@ class SoftCapsAreDropped(_Switched):
             module.attn_logit_softcapping = None
 
 
-@breaks("P1", checks="P1 and options")
+@breaks("P1", checks="P1 and agree")
 class WindowsAreWider(_Switched):
     """Layers with a window see one token more."""
 
@@ -82,7 +83,7 @@ class WindowsAreWider(_Switched):
             module.config.sliding_window = 8
 
 
-@breaks("P1", checks="P1 and options")
+@breaks("P1", checks="P1 and agree")
 class PositionsAreOfTheLongestRow(ReferencePolicy):
     """All rows go through the model in one pass."""
 
@@ -172,6 +173,50 @@ class OneReferenceForAll(ReferencePolicy):
         if type(self).shared is not None and type(self).shared is not self:
             self.reference_model.load_state_dict(self.model.state_dict())
         type(self).shared = self
+
+
+@breaks("P3", checks="P3 and (anywhere or started)")
+class ACopyIsThePolicyItself(ReferencePolicy):
+    """With reference="copy" no copy is made."""
+
+    def __init__(self, *args: Any, **config: Any) -> None:
+        super().__init__(*args, **config)
+        if config.get("reference") == "copy":
+            self.reference_model = self.model
+
+
+@breaks("P3", checks="P3 and (anywhere or started)")
+class ACopyForgetsTheTemperature(ReferencePolicy):
+    """With reference="copy" the reference is at a temperature of 1."""
+
+    @contextmanager
+    def reference(self) -> Generator[None]:
+        own = self.temperature
+        self.temperature = 1.0 if self.config.get("reference") == "copy" else own
+        with super().reference():
+            try:
+                yield
+            finally:
+                self.temperature = own
+
+
+@breaks("P1", checks="P1 and (out_of_range or special)")
+class TokensAreTakenModulo(ReferencePolicy):
+    """A token id that the model does not have is taken for another one."""
+
+    def get_logprobs(self, data: Any, *args: Any, **options: Any) -> Any:
+        ids = data["input_ids"] % self.limits.vocab_size
+        return super().get_logprobs(BatchedDataDict({**data, "input_ids": ids}), *args, **options)
+
+
+@breaks("P2", checks="P2 and padding")
+class FillerMustBeTokens(ReferencePolicy):
+    """Padding with -100, as labels have it, is refused."""
+
+    def get_logprobs(self, data: Any, *args: Any, **options: Any) -> Any:
+        if (data["input_ids"] < 0).any():
+            raise DataError("a token id is negative", fix="pad with the pad token")
+        return super().get_logprobs(data, *args, **options)
 
 
 @breaks("P2", checks="P2")

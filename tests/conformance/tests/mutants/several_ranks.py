@@ -100,6 +100,27 @@ class CopiesLearnFromTheirOwnRows(ShardedReferencePolicy):
         return [self.copy_group]
 
 
+@spread("copies", "two_ranks", "P5")
+class ARankWithoutRowsLearnsNothing(ShardedReferencePolicy):
+    """A rank of which no row counts takes no step, and keeps other weights than its peers."""
+
+    def gradient_norm(self) -> float:
+        idle = all(parameter.grad is None for parameter in self.model.parameters())
+        norm = super().gradient_norm()
+        if idle:
+            self.model.zero_grad()
+        return norm
+
+
+@spread("copies", "different_units", "P5")
+class RanksDropTheSame(ShardedReferencePolicy):
+    """Every rank draws from the stream of the seed itself."""
+
+    def __init__(self, *args: Any, **config: Any) -> None:
+        super().__init__(*args, **config)
+        self.random = RandomStream(self.config["seed"], torch.device("cpu"))
+
+
 @spread("vocabulary", "steps_are")
 class NormsLearnFromTheirOwnTokens(ShardedReferencePolicy):
     """Gradients of the norms, which all ranks of a copy have, stay those of a rank's vocabulary."""

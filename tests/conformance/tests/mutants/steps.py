@@ -16,6 +16,7 @@ from rl_backends.policy import steps
 from rl_backends.policy.randomness import RandomStream
 from rl_backends.policy.steps import LossSum, StepResult, learning_rate
 from rl_conformance.reference.policy import ReferencePolicy
+from rl_core.batch import BatchedDataDict
 from rl_core.errors import TrainingError
 
 _ADAM = "P5 and (plain or blunt or betas or no_clipping) or P8"
@@ -318,6 +319,85 @@ class AMaskedBatchIsAStep(ReferencePolicy):
         return result
 
 
+@breaks("P7", checks="P7 and masked_data")
+class BoolsAreNoMasks(ReferencePolicy):
+    """Masks of bools are taken for all ones."""
+
+    def train(self, data: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        numbers = {k: v for k, v in data.items() if "mask" not in k or v.dtype != torch.bool}
+        return super().train(BatchedDataDict(numbers), *args, **kwargs)
+
+
+@breaks("P7", checks="P7 and left_out")
+class AMissingMaskIsAllZeros(ReferencePolicy):
+    """Without a token_mask no token counts."""
+
+    def train(self, data: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        zeros = torch.zeros(data["input_ids"].shape)
+        data = BatchedDataDict({"token_mask": zeros, **data})
+        return super().train(data, *args, **kwargs)
+
+
+# -- what reaches a loss, and which parameters learn -------------------------------------------
+
+
+@breaks("P5", checks="P5 and a_loss_sees")
+class ColumnsAreRounded(ReferencePolicy):
+    """Advantages and old log-probs come to the loss in the precision of the weights."""
+
+    def _loss(self, rows: Any, *args: Any, learn: bool) -> LossSum:
+        kept = ("advantages", "prev_logprobs")
+        rows = rows | {key: rows[key].bfloat16().float() for key in kept if key in rows}
+        return super()._loss(rows, *args, learn=learn)
+
+
+@breaks("P5", checks="P5 and (saves_memory or plain)")
+class WhatIsRecomputedDropsOthers(ReferencePolicy):
+    """The second pass of gradient checkpointing draws its dropout anew."""
+
+    def __init__(self, *args: Any, **config: Any) -> None:
+        super().__init__(*args, **config)
+        if config.get("gradient_checkpointing"):
+            anew = {"use_reentrant": False, "preserve_rng_state": False}
+            self.model.gradient_checkpointing_enable(anew)
+
+
+@breaks("P5", checks="P5 and (frozen or weight_decay)")
+class FrozenParametersDecay(ReferencePolicy):
+    """Weight decay does not ask what is trained."""
+
+    def take_step(self, lr: float, scale: float) -> None:
+        super().take_step(lr, scale)
+        decay = self.optimizer.param_groups[0]["weight_decay"]
+        for parameter in self.model.parameters():
+            if not parameter.requires_grad:
+                parameter.mul_(1 - lr * decay)
+
+
+@breaks("P5", checks="P5 and family")
+class RoutersDoNotLearn(ReferencePolicy):
+    """The weights that choose experts have no gradient."""
+
+    def gradient_norm(self) -> float:
+        for name, parameter in self.model.named_parameters():
+            if name.endswith("mlp.gate.weight"):
+                parameter.grad = None
+        return super().gradient_norm()
+
+
+@breaks("P5", checks="P5 and (go_together or dynamic or temperature)")
+class DynamicBatchesAreOfTemperatureOne(ReferencePolicy):
+    """Where microbatches are bounded by tokens, the temperature is not applied."""
+
+    def forward(self, *args: Any) -> torch.Tensor:
+        own = self.temperature
+        self.temperature = 1.0 if self.config.get("dynamic_batching") else own
+        try:
+            return super().forward(*args)
+        finally:
+            self.temperature = own
+
+
 # -- what is refused, and who shares -----------------------------------------------------------
 
 
@@ -331,6 +411,16 @@ class ARefusedStepCounts(ReferencePolicy):
         except TrainingError:
             self.steps += 1
             raise
+
+
+@breaks("P7", checks="P7 and (trace or keeps_the_step) or P5 and plain")
+class ASkippedStepCounts(ReferencePolicy):
+    """The schedule moves on where a step was skipped."""
+
+    def _step(self, *args: Any) -> StepResult:
+        result = super()._step(*args)
+        self.steps += result.skipped and result.valid_toks > 0
+        return result
 
 
 @breaks("P7", checks="P7 and (trace or keeps_the_step) or P5 and plain")

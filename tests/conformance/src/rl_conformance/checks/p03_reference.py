@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args, get_type_hints
 
 import torch
 
@@ -12,6 +12,8 @@ from rl_conformance.expect import raises, require, same, same_tensor
 from rl_conformance.registry import check
 from rl_conformance.training import NegativeLogLikelihood, training_batch
 from rl_conformance.weights import policy_weights, same_weights
+from rl_core.errors import CapabilityError
+from rl_core.plugins.discovery import load_object
 
 if TYPE_CHECKING:
     from rl_conformance.context import Context
@@ -146,6 +148,33 @@ def the_reference_is_where_the_policy_started(ctx: Context) -> None:
     for size in (None, 1, 2, 9):
         got = policy.get_reference_policy_logprobs(data, size)["reference_logprobs"]
         ctx.measure_error(got, expected, scale=1 / 0.7)
+
+
+@check("P3", cases={kind: {"kind": kind} for kind in ("copy", "swap", "none")})
+def the_reference_may_be_kept_anywhere(ctx: Context, kind: str) -> None:
+    """With every value of the key: the start's log-probs at the temperature, and steps as without.
+
+    Calls that fail are among them. A policy that keeps no reference refuses, and trains as well.
+    """
+    types = get_type_hints(load_object(ctx.manifest.configs["policy"]))
+    if kind not in get_args(types.get("reference")):
+        ctx.not_run(f"the policy has no reference={kind!r}", excused=True)
+    data = training_batch(_OTHER_LENGTHS, seed=9)
+    oracle = ctx.oracle(dropping_model(ctx))
+    expected = oracle.batch_logprobs(data["input_ids"], data["input_lengths"], 0.7)
+
+    def look(policy: ColocatablePolicyInterface) -> torch.Tensor | None:
+        if kind == "none":
+            with raises(CapabilityError):
+                policy.get_reference_policy_logprobs(data)
+            return None
+        with raises(Exception):
+            policy.get_reference_policy_logprobs(strange_token(training_batch((5, 6))), 1)
+        got: torch.Tensor = policy.get_reference_policy_logprobs(data, 3)["reference_logprobs"]
+        ctx.measure_error(got, expected, scale=1 / 0.7)
+        return got
+
+    changes_no_step(ctx, look, temperature=0.7, reference=kind)
 
 
 @check("P4")

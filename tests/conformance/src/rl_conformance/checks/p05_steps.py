@@ -2,26 +2,45 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections import OrderedDict
+from contextlib import nullcontext
+from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin, get_type_hints
 
 import torch
+from allpairspy import AllPairs
 
 from rl_conformance.checks.common import policy_trained_on, scores_after, trained_policy
-from rl_conformance.expect import require, same
-from rl_conformance.losses import LogitLikelihood, PairLoss, ReportingLoss, SequenceLikelihood
+from rl_conformance.continuing import dropping_model
+from rl_conformance.expect import raises, require, same, same_tensor, within
+from rl_conformance.losses import (
+    LogitLikelihood,
+    NanInARow,
+    PairLoss,
+    ReportingLoss,
+    RowsLoss,
+    SequenceLikelihood,
+)
+from rl_conformance.reference import make_reference
+from rl_conformance.refits import run_refit
 from rl_conformance.registry import check
+from rl_conformance.several_ranks import policy_on
 from rl_conformance.training import (
     AdvantageLoss,
     NegativeLogLikelihood,
     training_batch,
     training_config,
 )
-from rl_conformance.training_oracle import TrainingOracle, update_error
-from rl_conformance.weights import policy_weights
+from rl_conformance.training_oracle import Step, TrainingOracle, update_error
+from rl_conformance.weights import engine_weights, policy_weights, same_weights
+from rl_core.errors import CapabilityError, TrainingError
+from rl_core.plugins.discovery import load_object
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from pathlib import Path
+
     from rl_conformance.context import Context
-    from rl_conformance.training_oracle import Step
+    from rl_core.batch import BatchedDataDict
     from rl_core.interfaces import ColocatablePolicyInterface, LossFunction
 
 
@@ -119,7 +138,7 @@ def two_ranks_train_as_one(ctx: Context) -> None:
     if not ctx.target.installed:
         ctx.not_run("the backend is not installed under a name", excused=True)
     # The ranks' counts of tokens are far apart: a mean over ranks is not the mean over tokens.
-    data = training_batch(sorted(_LENGTHS, reverse=True))
+    data = _with_columns(training_batch(sorted(_LENGTHS, reverse=True)))
     probe = training_batch((11, 6, 19, 4), seed=9)
     alone = trained_policy(ctx)
     base = ctx.target.base_config("policy", ctx.settings)
@@ -129,9 +148,15 @@ def two_ranks_train_as_one(ctx: Context) -> None:
         try:
             ranks.prepare_for_training()
             for step in range(3):
-                if step == 2:  # nothing of what the second rank has counts
-                    data["sample_mask"][4:] = 0
-                one, two = (p.train(data, NegativeLogLikelihood()) for p in (alone, ranks))
+                loss = RowsLoss(data)
+                one, two = (p.train(data, loss) for p in (alone, ranks))
+                processes = [two.get(f"process_of_row_{n}_max") for n in range(data.size)]
+                both = {*processes} - {None}
+                same(len(both), 1 if step == 2 else 2, f"ranks with rows that count in step {step}")
+                _given_as_passed(two)
+                if step == 1:  # in the next one nothing counts of what the first row's rank has
+                    own = torch.tensor([each == processes[0] for each in processes])
+                    data["sample_mask"][own] = 0
                 ctx.measure_near("loss_error", two["loss"], one["loss"], ctx.tolerance[0])
                 norm, got = float(one["grad_norm"]), two["grad_norm"]
                 ctx.measure_near("grad_norm_relative_error", got, norm, _of_a_norm(ctx), norm)
@@ -173,14 +198,25 @@ _OF_AN_UPDATE = 3e-2
 
 
 def _pair(
-    ctx: Context, config: dict[str, Any], family: str = "qwen2"
+    ctx: Context, config: dict[str, Any], path: Path | None = None, frozen: str = " "
 ) -> tuple[ColocatablePolicyInterface, TrainingOracle]:
-    """A policy in float32 with just these keys, and the oracle of its training."""
+    """A policy in float32 with just these keys, and the oracle of its training.
+
+    Args:
+        ctx: Of the check.
+        config: The keys.
+        path: The checkpoint of both; by default the main model.
+        frozen: Parameters with this in their name require no gradient.
+    """
     ctx.tolerance_of("float32")
-    path = ctx.model(family)
+    path = path or ctx.model()
     policy = ctx.workshop.build("policy", "float32", {"model_name": str(path), **config})
+    oracle = TrainingOracle(path, config)
+    for model in (oracle.oracle.model, getattr(policy, "model", None)):
+        for name, parameter in model.named_parameters() if frozen != " " else ():
+            parameter.requires_grad_(frozen not in name)
     ctx.closing(policy).prepare_for_training()
-    return policy, TrainingOracle(path, config)
+    return policy, oracle
 
 
 def _agrees(ctx: Context, result: dict[str, Any], step: Step) -> None:
@@ -229,14 +265,46 @@ def every_step_is_the_one_configured(ctx: Context, config: dict[str, Any]) -> No
     _moved_alike(ctx, policy, oracle)
 
 
-@check("P5", cases={family: {"family": family} for family in ("llama", "qwen3")})
-def every_family_steps_as_configured(ctx: Context, family: str) -> None:
-    """Also where heads are not tied, and where queries and keys have norms, which do not decay."""
-    policy, oracle = _pair(ctx, {"optimizer": _PLAIN | {"weight_decay": 5.0}}, family)
+_FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": {"family": "llama"},
+    "qwen3": {"family": "qwen3"},
+    "experts": {
+        "family": "qwen3",
+        "model_type": "qwen3_moe",
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 64,
+    },
+}
+
+
+@check("P5", cases={name: {"options": options} for name, options in _FAMILIES.items()})
+def every_family_steps_as_configured(ctx: Context, options: dict[str, Any]) -> None:
+    """Also where heads are not tied, where queries and keys have norms, and with experts."""
+    decaying = {"optimizer": _PLAIN | {"weight_decay": 5.0}}
+    policy, oracle = _pair(ctx, decaying, ctx.model(**options))
     for seed in range(2):
         data = training_batch(_OTHER_LENGTHS, seed=seed)
         _agrees(ctx, policy.train(data, NegativeLogLikelihood()), oracle.step(data))
     _moved_alike(ctx, policy, oracle)
+
+
+@check("P5")
+def frozen_parameters_stay(ctx: Context) -> None:
+    """Steps and norms are those of the other parameters; a refit sends the frozen ones, too."""
+    path = ctx.model("llama")
+    decaying = {"optimizer": _PLAIN | {"weight_decay": 5.0}}
+    policy, oracle = _pair(ctx, decaying, path, frozen="embed")
+    for seed in range(2):
+        data = training_batch(_OTHER_LENGTHS, seed=seed)
+        _agrees(ctx, policy.train(data, NegativeLogLikelihood()), oracle.step(data))
+    _moved_alike(ctx, policy, oracle)
+    frozen = "model.embed_tokens.weight"
+    same_tensor(policy_weights(policy)[frozen], oracle.start[frozen], f"frozen {frozen}")
+    other = {"model_name": str(ctx.model("llama", seed=1)), "device": ctx.settings.device}
+    engine = ctx.closing(make_reference("generation", other))
+    run_refit(policy, engine)
+    same_weights(engine_weights(engine), policy_weights(policy), "weights after a refit")
 
 
 _FALL: dict[str, Any] = {"warmup_steps": 2, "total_steps": 5, "min_lr_ratio": 0.25}
@@ -346,24 +414,155 @@ def dropout_is_drawn_anew_and_from_the_seed(ctx: Context) -> None:
 
 _THRIFT: dict[str, dict[str, Any]] = {
     "gradient_checkpointing": {"key": "gradient_checkpointing", "value": True},
+    "recomputed_attention": {"key": "activation_recompute", "value": "selective"},
+    "recomputed_layers": {"key": "activation_recompute", "value": "full"},
     "a_second_model_as_reference": {"key": "reference", "value": "copy"},
 }
 
 
 @check("P5", cases=_THRIFT)
 def what_saves_memory_changes_no_step(ctx: Context, key: str, value: Any) -> None:
-    """A key that a backend has for its use of memory gives the same steps."""
+    """A key that a backend has for its use of memory gives the same steps, with dropout, too."""
     if key not in ctx.target.config_keys["policy"]:
         ctx.not_run(f"the backend has no {key}", excused=True)
-    policy, oracle = _pair(ctx, {"optimizer": _BLUNT})
-    thrifty = ctx.workshop.build("policy", "float32", {"optimizer": _BLUNT, key: value})
-    ctx.closing(thrifty).prepare_for_training()
+    path = dropping_model(ctx)
+    policy, _ = _pair(ctx, {"optimizer": _BLUNT}, path)
+    thrifty, start = _pair(ctx, {"optimizer": _BLUNT, key: value}, path)
     for seed in range(2):
         data = training_batch(_OTHER_LENGTHS, seed=seed)
-        step = oracle.step(data)
-        for one in (policy, thrifty):
-            _agrees(ctx, one.train(data, NegativeLogLikelihood()), step)
-    _moved_alike(ctx, thrifty, oracle)
+        one, two = (p.train(data, NegativeLogLikelihood(), mbs=3) for p in (policy, thrifty))
+        _agrees(ctx, two, Step(**{each: float(one[each]) for each in ("loss", "grad_norm", "lr")}))
+    error, name = update_error(policy_weights(thrifty), policy_weights(policy), start.start)
+    ctx.measure(f"update_relative_error of {name}", error, _OF_AN_UPDATE)
+
+
+@check("P5", modules=("rl_hosting",), gpus=2, timeout_s=300.0)
+def ranks_drop_different_units(ctx: Context) -> None:
+    """Of one row on each of two ranks, dropout alone makes the log-probs differ."""
+    if not ctx.target.installed:
+        ctx.not_run("the backend is not installed under a name", excused=True)
+    data = training_batch((12,)).repeat_interleave(2)
+    data["row"] = torch.arange(2)
+    config = training_config() | {"model_name": str(dropping_model(ctx))}
+    policy: Any = ctx.closing(policy_on(ctx, 2, config, "float32"))
+    policy.prepare_for_training()
+    for eval_mode in (True, False):
+        result = policy.train(data, RowsLoss(data), eval_mode)
+        processes = {result[f"process_of_row_{row}_max"] for row in range(2)}
+        same(len(processes), 2, "processes that have one of the two rows each")
+        likelihoods = [float(result[f"likelihood_of_row_{row}"]) for row in range(2)]
+        apart = abs(likelihoods[0] - likelihoods[1]) > 1e-3
+        same(apart, not eval_mode, f"whether dropout differs between ranks, {eval_mode=}")
+
+
+#: Options that every policy has, and some that a few have; where a value is None, there is no key.
+_PAIRED: dict[str, Sequence[Any]] = {
+    "batching": (
+        {"train_micro_batch_size": 1},
+        {"train_micro_batch_size": 3, "logprob_batch_size": 2},
+        {"dynamic_batching": {"enabled": True}},
+        {
+            "dynamic_batching": {
+                "enabled": True,
+                "train_mb_tokens": 40,
+                "logprob_mb_tokens": 24,
+                "sequence_length_round": 4,
+            }
+        },
+        *(
+            {
+                "sequence_packing": {
+                    "enabled": True,
+                    "train_mb_tokens": 40,
+                    "algorithm": algorithm,
+                    "sequence_length_pad_multiple": multiple,
+                }
+            }
+            for multiple, algorithm in enumerate(
+                (
+                    "first_fit_decreasing",
+                    "modified_first_fit_decreasing",
+                    "first_fit_shuffle",
+                    "concatenative",
+                ),
+                1,
+            )
+        ),
+    ),
+    "family": ("qwen2", "llama", "qwen3"),
+    "loss": (NegativeLogLikelihood(), LogitLikelihood()),
+    "optimizer": (_PLAIN, _PLAIN | {"betas": (0.5, 0.8), "weight_decay": 5.0}, _BLUNT),
+    "scheduler": (
+        None,
+        {"name": "linear", "warmup_steps": 2, "total_steps": 5, "min_lr_ratio": 0.25},
+        {"name": "cosine", "total_steps": 8},
+    ),
+    "max_grad_norm": (None, 3.0),
+    "temperature": (None, 0.6),
+    "non_finite": ("raise", "skip"),
+    "train_global_batch_size": (None, 3),
+    "gradient_checkpointing": (False, True),
+    "activation_recompute": ("none", "selective", "full"),
+    "reference": ("swap", "copy", "none"),
+    "refit_experts": ("stacked", "separate"),
+    "attn_implementation": ("sdpa", "eager"),
+    "dtensor_cfg": (None, {"enabled": True}),
+}
+
+
+@check("P5", timeout_s=300.0)
+def any_two_options_go_together(ctx: Context) -> None:
+    """With every pair of values, steps, log-probs and the reference are those of the oracle."""
+    types = get_type_hints(load_object(ctx.manifest.configs["policy"]))
+    types |= dict.fromkeys(("batching", "family", "loss"))
+    legal = {key: get_args(kind) for key, kind in types.items() if get_origin(kind) is Literal}
+    paired = OrderedDict(
+        (key, [value for value in values if value in legal.get(key, values)])
+        for key, values in _PAIRED.items()
+        if key in types
+    )
+    data = training_batch((9, 3, 12, 1, 6, 17))
+    data["marked"] = data["sample_mask"].clone()
+    data["sample_mask"][1] = 0
+    for row in AllPairs(paired):
+        chosen = row._asdict()
+        with within(f"with {chosen}"):
+            path, loss_fn = ctx.model(chosen.pop("family")), chosen.pop("loss")
+            config = chosen.pop("batching")
+            config = config | {key: value for key, value in chosen.items() if value is not None}
+            _steps_with(ctx, data, loss_fn, path, config)
+
+
+def _steps_with(
+    ctx: Context,
+    data: BatchedDataDict[Any],
+    loss_fn: LossFunction,
+    path: Path,
+    config: dict[str, Any],
+) -> None:
+    policy, oracle = _pair(ctx, config, path)
+    with nullcontext() if config["non_finite"] == "skip" else raises(TrainingError):
+        policy.train(data, NanInARow())
+    size = config.get("train_global_batch_size", data.size)
+    for _ in range(2):
+        result = policy.train(data, loss_fn)
+        for start in range(0, data.size, size):
+            step = oracle.step(data.slice(start, start + size))
+        _agrees(ctx, result, step)
+    _moved_alike(ctx, policy, oracle)
+    heat = config.get("temperature", 1.0)
+    rows = data["input_ids"], data["input_lengths"], heat
+    oracle.oracle.model.load_state_dict(policy_weights(policy))
+    expected = oracle.oracle.batch_logprobs(*rows)
+    ctx.measure_error(scores_after(policy, data), expected, scale=2 / heat)
+    if config.get("reference") == "none":
+        with raises(CapabilityError):
+            policy.get_reference_policy_logprobs(data)
+    else:
+        reference = policy.get_reference_policy_logprobs(data)["reference_logprobs"]
+        expected = ctx.oracle(path).batch_logprobs(*rows)
+        ctx.measure_error(reference, expected, scale=2 / heat)
+    policy.shutdown()
 
 
 _MORE_LENGTHS = (12, 3, 30, 1, 17, 8, 2)
@@ -393,13 +592,13 @@ def a_loss_sees_the_same_data_whatever_the_split(
     data["sample_mask"][[0, 4]] = 0
     data["token_mask"][2, 5:9] = 0
     data["token_mask"][:, 0] = 1  # what nothing comes before does not count
-    data["row"] = torch.arange(1.0, 8.0)
     data["echo"] = data["input_ids"].clone()
+    _with_columns(data)
     before = {key: value.clone() for key, value in data.items()}
     tokens = float((data["token_mask"][:, 1:] * data["sample_mask"][:, None]).sum())
     expected = {
         "seen_rows": 5.0,
-        "seen_row_numbers": 2.0 + 3 + 4 + 6 + 7,
+        "seen_row_numbers": 1.0 + 2 + 3 + 5 + 6,
         "seen_tokens": tokens,
         "seen_all_tokens_min": tokens,
         "seen_all_tokens_max": tokens,
@@ -422,8 +621,23 @@ def a_loss_sees_the_same_data_whatever_the_split(
         same(off, wanted, f"metrics of train with eval_mode={eval_mode}, within 1e-4")
         loss = float(result["loss"])
         ctx.measure_near("metric_error", result["seen_likelihood"], -loss, 1e-4)
+    _given_as_passed(policy.train(data, RowsLoss(data), mbs=mbs))
     for key, value in before.items():
-        same(data[key].tolist(), value.tolist(), f"column {key} of the batch after train")
+        same_tensor(data[key], value, f"column {key} of the batch after train")
+
+
+def _with_columns(data: BatchedDataDict[Any]) -> BatchedDataDict[Any]:
+    """Adds columns of the shapes and dtypes that losses read, with values that use all bits."""
+    noise = torch.randn(data["input_ids"].shape, generator=torch.Generator().manual_seed(3))
+    data["row"] = torch.arange(data.size)
+    data.update(advantages=noise, prev_logprobs=-noise.abs(), chosen=noise > 0)
+    data.update(weight=noise[:, 0].double() / 3, identity=data["row"] + 2**60)
+    return data
+
+
+def _given_as_passed(result: dict[str, Any]) -> None:
+    changes = {key: float(value) for key, value in result.items() if key.startswith("changes_of_")}
+    same(changes, {}, "rows of which a RowsLoss got a column with other values than were passed")
 
 
 _LOSSES = {

@@ -126,7 +126,18 @@ def _only(rows: Any, tokens: Any) -> Callable[[Any], None]:
     return apply
 
 
+def _as_numbers(dtype: torch.dtype) -> Callable[[Any], None]:
+    def apply(data: Any) -> None:
+        _mask("sample_mask", 2)(data)
+        _mask("token_mask", 4)(data)
+        data.update({key: data[key].to(dtype) for key in ("sample_mask", "token_mask")})
+
+    return apply
+
+
 _MASKS: dict[str, Callable[[Any], None]] = {
+    "bools": _as_numbers(torch.bool),
+    "integers": _as_numbers(torch.int64),
     "the_first_and_the_last_row": _mask("sample_mask", 0, 6),
     "a_microbatch": _mask("sample_mask", 2, 3),
     "the_first_microbatch": _mask("sample_mask", 0, 1),
@@ -143,9 +154,24 @@ def masked_data_has_no_influence_on_a_step(ctx: Context, mask: Callable[[Any], N
     """In microbatches of two, loss and gradient are those of what is left."""
     data = training_batch(_OTHER_LENGTHS)
     mask(data)
+    _trains_on_the_rest(ctx, data, data)
+
+
+@check("P7")
+def a_mask_that_is_left_out_is_all_ones(ctx: Context) -> None:
+    """Without masks, loss and gradient are those of all tokens but the first of each row."""
+    data = training_batch(_OTHER_LENGTHS)
+    bare = BatchedDataDict[Any]({key: data[key] for key in ("input_ids", "input_lengths")})
+    _trains_on_the_rest(ctx, data, bare)
+
+
+def _trains_on_the_rest(
+    ctx: Context, data: BatchedDataDict[Any], passed: BatchedDataDict[Any]
+) -> None:
+    """Fails unless a policy that is trained on what is passed learns from what counts in data."""
     left = data["token_mask"] * data["sample_mask"][:, None]
     left[:, 0] = 0
-    result = policy_trained_on(ctx).train(data, NegativeLogLikelihood(), mbs=2)
+    result = policy_trained_on(ctx).train(passed, NegativeLogLikelihood(), mbs=2)
     loss, norm = ctx.oracle().nll(data["input_ids"], data["input_lengths"], left)
     same(float(result["global_valid_toks"]), float(left.sum()), "global_valid_toks")
     same(float(result["global_valid_seqs"]), float(data["sample_mask"].sum()), "global_valid_seqs")
@@ -186,6 +212,16 @@ def a_refused_step_leaves_no_trace(
             policy.train(make(training_batch((7, 9, 4), seed=9)), loss(), mbs=1)
 
     changes_no_step(ctx, refused, dropout=False)
+
+
+@check("P7", cases={case: {"loss": _REFUSED[case]["loss"]} for case in [*_REFUSED][:2]})
+def a_skipped_step_leaves_no_trace(ctx: Context, loss: type[LossFunction]) -> None:
+    """With non_finite="skip" nothing is raised, and every step is the one without the call."""
+
+    def skipped(policy: ColocatablePolicyInterface) -> None:
+        policy.train(_marked(training_batch((7, 9, 4), seed=9)), loss(), mbs=1)
+
+    changes_no_step(ctx, skipped, dropout=False, non_finite="skip")
 
 
 @check("P7")

@@ -102,6 +102,26 @@ def a_narrow_dtype_resumes_bit_equal(ctx: Context) -> None:
     same(two, one, "loss of the last step, as without resuming")
 
 
+@check("P9", device="cpu")
+def loading_another_state_of_the_same_step_shows(ctx: Context) -> None:
+    """Log-probs and the next step are of the weights that were loaded last, the reference stays."""
+    path, data = ctx.directory() / "checkpoint", training_batch((7, 12, 4), seed=9)
+    policy, other = (trainer(ctx, dropout=False, **_FULL) for _ in range(2))
+    if not hasattr(policy, "load_checkpoint"):
+        ctx.not_run("the policy loads checkpoints only when it is built", excused=True)
+    train(policy, 0)
+    train(other, 1)
+    other.save_checkpoint(str(path))
+    before = policy.get_reference_policy_logprobs(data)["reference_logprobs"]
+    policy.get_logprobs(data)  # which a policy may keep until its weights change
+    policy.load_checkpoint(str(path))
+    scores = [each.get_logprobs(data)["logprobs"] for each in (policy, other)]
+    same_tensor(scores[0], scores[1], "logprobs after the load")
+    after = policy.get_reference_policy_logprobs(data)["reference_logprobs"]
+    same_tensor(after, before, "reference_logprobs after the load")
+    _goes_on_as(policy, other, 2)
+
+
 @check("P9")
 def the_reference_resumes_too(ctx: Context) -> None:
     """A policy that resumes is compared with what the run started from, bit for bit."""

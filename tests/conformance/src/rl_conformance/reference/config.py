@@ -34,9 +34,14 @@ class ReferencePolicyConfig(PolicyConfig):
     Attributes:
         device: Of the weights. Default ``"cpu"``.
         torch_dtype: Of the weights.
+        gradient_checkpointing: Recompute activations in the backward pass. Default False.
+        reference: ``"copy"`` keeps the weights of the start in a second model, ``"none"`` does
+            not. Default ``"copy"``.
         resume_from: A checkpoint to continue from.
     """
 
     device: NotRequired[str]
     torch_dtype: NotRequired[Dtype]
+    gradient_checkpointing: NotRequired[bool]
+    reference: NotRequired[Literal["copy", "none"]]
     resume_from: NotRequired[str]

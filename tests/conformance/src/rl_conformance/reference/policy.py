@@ -19,7 +19,7 @@ from rl_conformance.quiet import no_progress_bars
 from rl_conformance.reference.fp8 import E4M3_MAX, observed
 from rl_conformance.reference.loading import load_once
 from rl_conformance.reference.stepping import make_optimizer
-from rl_core.errors import CheckpointError, DataError
+from rl_core.errors import CapabilityError, CheckpointError, DataError
 from rl_core.interfaces import LossInputType
 
 if TYPE_CHECKING:
@@ -61,6 +61,8 @@ class ReferencePolicy(PolicyBackend):
         self.model: Any = copy.deepcopy(oracle.model).to(device, getattr(torch, torch_dtype))
         self.tokenizer = oracle.tokenizer
         self.reference_model = copy.deepcopy(self.model)
+        if config.get("gradient_checkpointing"):
+            self.model.gradient_checkpointing_enable({"use_reentrant": False})
         self.scored = self.model  # what forward passes go through
         self.temperature: float = config.get("temperature", 1.0)
         self.optimizer = make_optimizer(self.model, config.get("optimizer") or {})
@@ -109,6 +111,10 @@ class ReferencePolicy(PolicyBackend):
     @contextmanager
     def reference(self) -> Generator[None]:
         """See :meth:`PolicyModel.reference`."""
+        if self.config.get("reference") == "none":
+            raise CapabilityError(
+                "the policy was built with reference='none'", fix="build it with reference='copy'"
+            )
         self.scored = self.reference_model
         try:
             yield
@@ -144,8 +150,8 @@ class ReferencePolicy(PolicyBackend):
         """``[b, s]`` float32 log-probs; 0 at the first token and on padding."""
         ids, lengths = rows["input_ids"], rows["input_lengths"]
         scores = self._logits(model, rows).log_softmax(-1)[:, :-1]
-        chosen = scores.gather(2, ids[:, 1:, None])[..., 0]
         real = torch.arange(1, ids.shape[1]) < lengths[:, None]
+        chosen = scores.gather(2, torch.where(real, ids[:, 1:], 0)[..., None])[..., 0]
         return torch.cat([torch.zeros(len(ids), 1), chosen * real], 1)
 
     def _logits(self, model: Any, rows: BatchedDataDict[Any]) -> torch.Tensor:
