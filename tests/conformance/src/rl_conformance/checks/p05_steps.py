@@ -198,7 +198,7 @@ _OF_AN_UPDATE = 3e-2
 
 
 def _pair(
-    ctx: Context, config: dict[str, Any], path: Path | None = None, frozen: str = " "
+    ctx: Context, config: dict[str, Any], path: Path | None = None, frozen: str = ""
 ) -> tuple[ColocatablePolicyInterface, TrainingOracle]:
     """A policy in float32 with just these keys, and the oracle of its training.
 
@@ -212,8 +212,10 @@ def _pair(
     path = path or ctx.model()
     policy = ctx.workshop.build("policy", "float32", {"model_name": str(path), **config})
     oracle = TrainingOracle(path, config)
-    for model in (oracle.oracle.model, getattr(policy, "model", None)):
-        for name, parameter in model.named_parameters() if frozen != " " else ():
+    if frozen and not hasattr(policy, "model"):
+        ctx.not_run("the policy gives no access to its model", excused=True)
+    for model in (oracle.oracle.model, policy.model) if frozen else ():
+        for name, parameter in model.named_parameters():
             parameter.requires_grad_(frozen not in name)
     ctx.closing(policy).prepare_for_training()
     return policy, oracle
