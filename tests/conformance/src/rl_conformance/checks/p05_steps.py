@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin, get_type_h
 import torch
 from allpairspy import AllPairs
 
-from rl_conformance.checks.common import policy_trained_on, scores_after, trained_policy
+from rl_conformance.checks.common import scores_after, trained_policy
 from rl_conformance.continuing import dropping_model
 from rl_conformance.expect import raises, require, same, same_tensor, within
 from rl_conformance.losses import (
@@ -129,42 +129,34 @@ def one_step_for_each_global_batch(ctx: Context) -> None:
     ctx.measure_error(scores_after(at_once, probe), scores_after(in_turn, probe))
 
 
-@check("P5", modules=("rl_ray",), gpus=2, timeout_s=300.0)
+@check("P5", modules=("rl_hosting",), gpus=2, timeout_s=300.0)
 def two_ranks_train_as_one(ctx: Context) -> None:
     """Two workers with half of the global batch each: loss, norm and log-probs are those of one."""
-    from rl_core.create import create_policy
-    from rl_ray import RayVirtualCluster
-
     if not ctx.target.installed:
         ctx.not_run("the backend is not installed under a name", excused=True)
     # The ranks' counts of tokens are far apart: a mean over ranks is not the mean over tokens.
     data = _with_columns(training_batch(sorted(_LENGTHS, reverse=True)))
     probe = training_batch((11, 6, 19, 4), seed=9)
     alone = trained_policy(ctx)
-    base = ctx.target.base_config("policy", ctx.settings)
-    config = base | training_config() | {"model_name": str(ctx.model())}
-    with RayVirtualCluster([2], use_gpus=ctx.settings.device == "cuda") as cluster:
-        ranks = create_policy(config, cluster)
-        try:
-            ranks.prepare_for_training()
-            for step in range(3):
-                loss = RowsLoss(data)
-                one, two = (p.train(data, loss) for p in (alone, ranks))
-                processes = [two.get(f"process_of_row_{n}_max") for n in range(data.size)]
-                both = {*processes} - {None}
-                same(len(both), 1 if step == 2 else 2, f"ranks with rows that count in step {step}")
-                _given_as_passed(two)
-                if step == 1:  # in the next one nothing counts of what the first row's rank has
-                    own = torch.tensor([each == processes[0] for each in processes])
-                    data["sample_mask"][own] = 0
-                ctx.measure_near("loss_error", two["loss"], one["loss"], ctx.tolerance[0])
-                norm, got = float(one["grad_norm"]), two["grad_norm"]
-                ctx.measure_near("grad_norm_relative_error", got, norm, _of_a_norm(ctx), norm)
-                for key in ("global_valid_toks", "global_valid_seqs", "conformance_tokens", "lr"):
-                    same(float(two[key]), float(one[key]), f"{key} on two ranks, as on one")
-            ctx.measure_error(scores_after(ranks, probe), scores_after(alone, probe))
-        finally:
-            ranks.shutdown()
+    config = training_config() | {"model_name": str(ctx.model())}
+    ranks: Any = ctx.closing(policy_on(ctx, 2, config, ctx.settings.dtype))
+    ranks.prepare_for_training()
+    for step in range(3):
+        loss = RowsLoss(data)
+        one, two = (p.train(data, loss) for p in (alone, ranks))
+        processes = [two.get(f"process_of_row_{n}_max") for n in range(data.size)]
+        both = {*processes} - {None}
+        same(len(both), 1 if step == 2 else 2, f"ranks with rows that count in step {step}")
+        _given_as_passed(two)
+        if step == 1:  # in the next one nothing counts of what the first row's rank has
+            own = torch.tensor([each == processes[0] for each in processes])
+            data["sample_mask"][own] = 0
+        ctx.measure_near("loss_error", two["loss"], one["loss"], ctx.tolerance[0])
+        norm, got = float(one["grad_norm"]), two["grad_norm"]
+        ctx.measure_near("grad_norm_relative_error", got, norm, _of_a_norm(ctx), norm)
+        for key in ("global_valid_toks", "global_valid_seqs", "conformance_tokens", "lr"):
+            same(float(two[key]), float(one[key]), f"{key} on two ranks, as on one")
+    ctx.measure_error(scores_after(ranks, probe), scores_after(alone, probe))
 
 
 @check("P8")
@@ -617,7 +609,7 @@ def a_loss_sees_the_same_data_whatever_the_split(
         "global_valid_toks": tokens,
         "global_valid_seqs": 5.0,
     }
-    policy = policy_trained_on(ctx, **config)
+    policy = trained_policy(ctx, **config)
     for eval_mode in (True, False):
         result = policy.train(data, ReportingLoss(), eval_mode, mbs=mbs)
         got = {key: float(result.get(key, "nan")) for key in expected}
@@ -670,7 +662,7 @@ def every_kind_of_loss_is_split(ctx: Context, loss_fn: LossFunction, temperature
     allowed = ctx.tolerance[1] / temperature if isinstance(loss_fn, PairLoss) else None
     for split in ("mbs_1", "mbs_3", "packed"):
         config, mbs = _OTHER_SPLITS[split]["config"], _OTHER_SPLITS[split]["mbs"]
-        policy = policy_trained_on(ctx, temperature=temperature, **config)
+        policy = trained_policy(ctx, temperature=temperature, **config)
         result = policy.train(data, loss_fn, mbs=mbs)
         most = allowed or ctx.tolerance[0] / temperature
         ctx.measure_near("loss_error", result["loss"], expected, most)

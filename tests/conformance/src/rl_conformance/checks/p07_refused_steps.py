@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from rl_conformance.checks.common import (
-    policy_trained_on,
     refuses_until_a_load,
     scores_after,
     strange_token,
@@ -171,7 +170,7 @@ def _trains_on_the_rest(
     """Fails unless a policy that is trained on what is passed learns from what counts in data."""
     left = data["token_mask"] * data["sample_mask"][:, None]
     left[:, 0] = 0
-    result = policy_trained_on(ctx).train(passed, NegativeLogLikelihood(), mbs=2)
+    result = trained_policy(ctx).train(passed, NegativeLogLikelihood(), mbs=2)
     loss, norm = ctx.oracle().nll(data["input_ids"], data["input_lengths"], left)
     same(float(result["global_valid_toks"]), float(left.sum()), "global_valid_toks")
     same(float(result["global_valid_seqs"]), float(data["sample_mask"].sum()), "global_valid_seqs")
