@@ -102,13 +102,13 @@ class CopiesLearnFromTheirOwnRows(ShardedReferencePolicy):
 
 @spread("copies", "two_ranks", "P5")
 class ARankWithoutRowsLearnsNothing(ShardedReferencePolicy):
-    """A rank of which no row counts takes no step, and keeps other weights than its peers."""
+    """A rank of which no row counts steps along no gradient, so that its weights differ."""
 
     def gradient_norm(self) -> float:
         idle = all(parameter.grad is None for parameter in self.model.parameters())
         norm = super().gradient_norm()
         if idle:
-            self.model.zero_grad()
+            self.model.zero_grad(set_to_none=False)
         return norm
 
 
