@@ -25,17 +25,21 @@ from rl_core.weights.transports.memory import SharedRegion
 
 @breaks("R10", "R9", "R11", "R15")
 class VersionMovesAlthoughTheRefitFailed(ReferenceGeneration):
-    """The version counts attempts, not commits."""
+    """A refit that fails moves the version, too."""
 
-    attempts = 0
+    failed = False
 
     @property
     def weights_version(self) -> int:
-        return max(self.attempts, self._receiver.version)
+        return self._receiver.version + self.failed
 
     def receive_weights(self, *args: Any, **kwargs: Any) -> Any:
-        self.attempts += 1
-        return super().receive_weights(*args, **kwargs)
+        [future] = super().receive_weights(*args, **kwargs)
+        future.add_done_callback(self._note)
+        return [future]
+
+    def _note(self, future: Any) -> None:
+        self.failed = future.exception() is not None
 
 
 @breaks("R10")
