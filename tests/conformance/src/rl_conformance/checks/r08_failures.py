@@ -61,7 +61,8 @@ _MOMENTS: dict[str, dict[str, Any]] = {
 def a_killed_engine_is_reported(ctx: Context, method: str, count: int) -> None:
     """The trainer gets a RefitError before the deadline, and serves the next engine."""
     if ctx.settings.device == "cuda":  # what the first refit of a process sets up, it keeps
-        policy, first = unequal_pair(ctx)
+        policy = ctx.fresh_policy(model_name=str(ctx.model("qwen2", seed=1)))
+        first = fresh_engine(ctx)
         run_refit(policy, first)
         first.shutdown()
         policy.shutdown()
