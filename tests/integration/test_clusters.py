@@ -47,7 +47,8 @@ TWO_PLACES = {"rl_hosting": "LocalCluster(2, threads=1)", "rl_ray": "RayVirtualC
 
 
 @pytest.fixture(
-    scope="module", params=["rl_hosting", pytest.param("rl_ray", marks=pytest.mark.ray)]
+    scope="module",
+    params=["rl_hosting", pytest.param("rl_ray", marks=[pytest.mark.ray, pytest.mark.full])],
 )
 def launcher(request: pytest.FixtureRequest) -> str:
     """The package whose cluster is under test."""

@@ -16,7 +16,6 @@ from typing import Any
 import psutil
 import pytest
 from examples.additions import make_model
-from patience import enough_for
 
 import rl_train
 from rl_core.errors import (
@@ -640,6 +639,8 @@ def test_an_environment_that_fails_is_an_error_of_the_step(
 
 @pytest.mark.filterwarnings("ignore:for every prompt, the rewards:rl_core.LoopWarning")
 def test_an_environment_that_never_ends_costs_its_episode(model: Path, tmp_path: Path) -> None:
+    from patience import enough_for  # not at the top: workers import this file for its rewards
+
     seconds = enough_for(lambda: played(model, tmp_path / "well", "well"), least=0.5, times=1.0)
     metrics = played(model, tmp_path / "hangs", "hangs", deadline_s=seconds).metrics
     assert metrics["rewards/timed_out"] == 4  # the completions of one prompt

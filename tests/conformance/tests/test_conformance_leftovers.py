@@ -15,7 +15,7 @@ import psutil
 import pytest
 
 from rl_conformance import leftovers
-from rl_conformance.leftovers import Leftovers, adopt_orphans, left_each_time
+from rl_conformance.leftovers import Leftovers, adopting_orphans, left_each_time
 
 HOLDER = """
 import mmap, sys
@@ -52,14 +52,15 @@ def test_only_what_stays_each_time_is_left_behind(shared: Path, times: int) -> N
 
 def test_a_process_that_left_the_tree_is_left_behind() -> None:
     """A daemon: its parent has ended."""
-    adopt_orphans()
-    before = Leftovers.now()
     script = "from subprocess import *; print(Popen(['sleep', '600'], stdout=DEVNULL).pid)"
-    done = subprocess.run([sys.executable, "-c", script], stdout=subprocess.PIPE, timeout=60)
-    pid = int(done.stdout)
-    assert f"process {pid}" in before.wait_until_back(0.1)
-    os.kill(pid, signal.SIGKILL)
-    assert f"process {pid}" not in before.wait_until_back(30)
+    with adopting_orphans():
+        before = Leftovers.now()
+        done = subprocess.run([sys.executable, "-c", script], stdout=subprocess.PIPE, timeout=60)
+        pid = int(done.stdout)
+        assert f"process {pid}" in before.wait_until_back(0.1)
+        os.kill(pid, signal.SIGKILL)
+        assert f"process {pid}" not in before.wait_until_back(30)
+    os.waitpid(pid, 0)  # init waits for orphans; who adopts one has to
 
 
 def test_shared_memory_that_another_program_uses_is_its_own(

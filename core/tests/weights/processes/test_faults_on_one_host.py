@@ -29,7 +29,7 @@ from rl_core.errors import RefitAborted, RefitPeerError, WeightsTornError
 pytestmark = pytest.mark.usefixtures("nothing_is_left")
 
 
-ISOLATIONS = ["quiesced", "staged"]
+ISOLATIONS = ["quiesced", pytest.param("staged", marks=pytest.mark.full)]
 OLD, NEW, NEXT = 0, 1, 2
 
 

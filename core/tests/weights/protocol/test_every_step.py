@@ -17,8 +17,9 @@ from simulation.parties import DEADLINE_S, NAMES, Kind
 
 from rl_core.errors import RefitPeerError, WeightsTornError
 
-#: Staged is quiesced and more; both in turn take twice as long.
-ISOLATIONS = [pytest.param("quiesced", marks=pytest.mark.full), "staged"]
+pytestmark = pytest.mark.full
+
+ISOLATIONS = ["quiesced", "staged"]
 IN_PLACE, CAST = Kind(in_place=True), Kind(casts=True, ties=False)
 
 
@@ -212,7 +213,7 @@ def test_every_field_of_every_message_with_another_value(side: str, isolation: s
 
 @pytest.mark.parametrize(
     ("isolation", "verify"),
-    [pytest.param("quiesced", "none", marks=pytest.mark.full), ("staged", "wire")],
+    [("quiesced", "none"), ("staged", "wire")],
 )
 def test_every_message_out_of_turn(verify: str, isolation: str):
     """Written by someone who holds the token: to an engine, or in the name of one."""

@@ -21,8 +21,8 @@ from refit_model.world import Scenario
 TRACES: dict[str, dict[str, Any]] = json.loads(
     (Path(scenarios.__file__).parent / "traces.json").read_text(encoding="utf-8")
 )
-#: What is explored in every run of the tests.
-ALWAYS = [
+#: What is explored, but for what takes long in every run of the tests.
+EXPLORED = [
     "STALE_DIRECT",
     "DROPPED",
     "DROPPED_DELTA",
@@ -61,6 +61,17 @@ ALWAYS = [
     "TWO_TRAINERS_READER",
     "TWO_TRAINERS_QUIT",
 ]
+#: Scenarios that take ten seconds and more each; ``nox -s full`` explores them, too.
+LONG = {
+    "TWO_ENGINES_PAUSE",
+    "TWO_ENGINES_CRASH",
+    "GROUP_OF_TWO",
+    "RANKS",
+    "RANKS_PAUSE",
+    "RANKS_STEP",
+    "TWO_APART",
+    "LOST_RANK",
+}
 #: States after which a search for a mutant gives up; the slowest one takes some 300.
 _PATIENCE = 3000
 
@@ -71,7 +82,9 @@ def scenario(name: str) -> Scenario:
     return found
 
 
-@pytest.mark.parametrize("name", ALWAYS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=[pytest.mark.full] if n in LONG else []) for n in EXPLORED]
+)
 def test_nothing_goes_wrong(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     nothing_goes_wrong(name, scenario(name), capsys)
 

@@ -7,6 +7,7 @@ import shlex
 import sys
 import time
 import traceback
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
@@ -14,7 +15,7 @@ from rl_conformance.calls import calls_made, forget_calls
 from rl_conformance.context import Context, Workshop
 from rl_conformance.deadline import NoVerdict, TookTooLong, deadline
 from rl_conformance.expect import CheckFailed, NotRun
-from rl_conformance.leftovers import adopt_orphans
+from rl_conformance.leftovers import adopting_orphans
 from rl_conformance.outcome import Outcome, Status, labelled
 from rl_conformance.quiet import no_progress_bars
 from rl_conformance.registry import refusal_for
@@ -60,7 +61,8 @@ class Harness:
         self.workshop = Workshop(target, self.settings)
         self.known = dict(known or {})
         self._outcomes: dict[str, Outcome] = {}
-        adopt_orphans()
+        self._adopting = ExitStack()
+        self._adopting.enter_context(adopting_orphans())
 
     def __enter__(self) -> Self:
         return self
@@ -70,7 +72,8 @@ class Harness:
 
     def close(self) -> None:
         """Shuts everything down and removes every file."""
-        self.workshop.close()
+        with self._adopting:
+            self.workshop.close()
 
     def outcome(self, check: Check) -> Outcome:
         """The result of a check, which runs once."""

@@ -7,6 +7,7 @@ import gc
 import os
 import sys
 import time
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Self
@@ -16,26 +17,36 @@ import psutil
 from rl_conformance.deadline import stretched
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Generator
 
-__all__ = ["Leftovers", "adopt_orphans", "is_running", "left_each_time"]
+__all__ = ["Leftovers", "adopting_orphans", "is_running", "left_each_time"]
 
 _SHARED_MEMORY = Path("/dev/shm")
 _SHARED = "shared memory"
 _PR_SET_CHILD_SUBREAPER = 36
+_PR_GET_CHILD_SUBREAPER = 37
 #: Seconds, on a quiet machine, within which threads and orphans let go of what they hold.
 _LETTING_GO_S = 5.0
 #: So many times something is done that seems to leave something, or shared memory alone, behind.
 _TRIES, _SHARED_TRIES = 2, 4
 
 
-def adopt_orphans() -> None:
+@contextmanager
+def adopting_orphans() -> Generator[None]:
     """Makes orphans children of this process, where Linux would make them children of init.
 
     So a process that a backend started is found also once its parent has ended.
     """
-    if psutil.LINUX:
-        ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    if not psutil.LINUX:
+        yield
+        return
+    prctl, before = ctypes.CDLL(None).prctl, ctypes.c_int()
+    prctl(_PR_GET_CHILD_SUBREAPER, ctypes.byref(before), 0, 0, 0)
+    prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    try:
+        yield
+    finally:
+        prctl(_PR_SET_CHILD_SUBREAPER, before.value, 0, 0, 0)
 
 
 def left_each_time(act: Callable[[], object], *, files: bool = True) -> list[str]:
