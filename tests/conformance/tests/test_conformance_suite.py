@@ -665,7 +665,7 @@ def test_progress_is_a_line_now_and_then_and_failures_at_once(
     assert f"failed {bad.id}\nchecked:   {bad.title}\n" in printed
 
 
-def test_backends_that_are_asked_for_the_least_make_room() -> None:
+def test_backends_that_are_asked_for_the_least_make_room_unless_they_are_in_use() -> None:
     built = []
     with Harness(reference_target()) as harness:
 
@@ -674,8 +674,12 @@ def test_backends_that_are_asked_for_the_least_make_room() -> None:
             harness.workshop.keep("kind", name, lambda: built.append(name) or shut, most=2)
 
         for name in ("often", "often", "once", "another", "often", "once"):
+            harness.workshop.in_use.clear()
             ask(name)
-    assert built == ["often", "once", "another", "once"]
+        assert built == ["often", "once", "another", "once"]
+        for name in ("a", "b", "c", "a"):
+            ask(name)
+        assert built[4:] == ["a", "b", "c"]
 
 
 def test_an_outcome_counts_the_backends_that_were_built_for_it() -> None:

@@ -62,6 +62,8 @@ class Workshop:
         self._computed: dict[str, Any] = {}
         self._shared: dict[str, dict[str, Any]] = {}
         self._asked_for: Counter[tuple[str, str]] = Counter()
+        #: Keys of shared backends that the check that runs has asked for.
+        self.in_use: set[str] = set()
         #: How many backends of each kind were built.
         self.built: Counter[str] = Counter()
         self._watched = ExitStack()
@@ -182,17 +184,16 @@ class Workshop:
     def keep(self, kind: str, key: str, build: Callable[[], Any], most: int = _KEPT) -> Any:
         """What is built for the first check that needs it; of a kind, so many are kept.
 
-        What was asked for the least often makes room.
+        What was asked for the least often makes room, unless the check that runs uses it.
         """
         kept = self._shared.setdefault(kind, {})
         self._asked_for[kind, key] += 1
-        if key in kept:
-            kept[key] = kept.pop(key)
-            return kept[key]
-        while len(kept) >= most:
-            rarest = min(kept, key=lambda each: self._asked_for[kind, each])
-            kept.pop(rarest).shutdown()
-        kept[key] = build()
+        self.in_use.add(key)
+        if key not in kept:
+            while len(kept) >= most and (idle := kept.keys() - self.in_use):
+                rarest = min(sorted(idle), key=lambda each: self._asked_for[kind, each])
+                kept.pop(rarest).shutdown()
+            kept[key] = build()
         return kept[key]
 
     def discard(self) -> None:
@@ -466,3 +467,4 @@ class Context:
         """Shuts down what belongs to this check alone."""
         self._exit.close()
         self.workshop.serves = False
+        self.workshop.in_use.clear()
