@@ -80,7 +80,7 @@ def _git(root: Path, *command: str) -> str:
 
 
 def number_of(root: Path) -> int:
-    """Returns the sample whose turn it is: by the checked-out commit, or else by the date."""
+    """Returns the number of the sample to run, from the checked-out commit or else the date."""
     commit = _git(root, "rev-parse", "HEAD").strip()
     turn = int(commit, 16) if commit else dt.datetime.now(dt.UTC).toordinal()
     return turn % SAMPLES

@@ -35,7 +35,7 @@ def shared() -> Iterator[Path]:
 
 @pytest.fixture(autouse=True)
 def soon(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(leftovers, "_LETTING_GO_S", 0.1)
+    monkeypatch.setattr(leftovers, "_RELEASE_S", 0.1)
 
 
 @pytest.mark.parametrize("times", [1, 4])

@@ -25,8 +25,8 @@ _SHARED_MEMORY = Path("/dev/shm")
 _SHARED = "shared memory"
 _PR_SET_CHILD_SUBREAPER = 36
 _PR_GET_CHILD_SUBREAPER = 37
-#: Seconds, on a quiet machine, within which threads and orphans let go of what they hold.
-_LETTING_GO_S = 5.0
+#: Seconds, on a quiet machine, within which threads and orphans release what they hold.
+_RELEASE_S = 5.0
 #: So many times something is done that seems to leave something, or shared memory alone, behind.
 _TRIES, _SHARED_TRIES = 2, 4
 
@@ -65,7 +65,7 @@ def left_each_time(act: Callable[[], object], *, files: bool = True) -> list[str
         if not files:
             before = replace(before, files=sys.maxsize)
         act()
-        left = before.wait_until_back(_LETTING_GO_S)
+        left = before.wait_until_back(_RELEASE_S)
         shared = all(what.startswith(_SHARED) for what in left)
         if not left or (number >= _TRIES and not shared):
             break
@@ -124,7 +124,7 @@ class Leftovers:
         return found
 
     def wait_until_back(self, seconds: float) -> list[str]:
-        """What is left beyond this snapshot once threads and orphans had time to let go."""
+        """Returns what is left beyond this snapshot, once there was time to release it."""
         end = time.monotonic() + stretched(seconds)
         while (left := Leftovers.now().beyond(self)) and time.monotonic() < end:
             time.sleep(0.05)
