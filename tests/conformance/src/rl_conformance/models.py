@@ -91,7 +91,7 @@ FAMILIES = {
     ),
     "gemma2": Family(
         "scores and logits have soft caps; some layers attend to a window",
-        "G11 P1",
+        "G11 P1 P9",
         {
             "model_type": "gemma2",
             "tie_word_embeddings": True,
@@ -106,7 +106,7 @@ FAMILIES = {
     ),
     "phi3": Family(
         "rows longer than the first context have other frequencies (longrope); fused projections",
-        "G11 P1",
+        "G11 P1 P9",
         {
             "model_type": "phi3",
             "tie_word_embeddings": False,
@@ -124,7 +124,7 @@ FAMILIES = {
     ),
     "gpt_oss": Family(
         "attention has sinks, in some layers within a window; stretched positions (yarn); experts",
-        "G11 P1",
+        "G11 P1 P9",
         {
             "model_type": "gpt_oss",
             "tie_word_embeddings": False,
@@ -138,7 +138,7 @@ FAMILIES = {
     ),
     "deepseek_v3": Family(
         "attention over latents; yarn that scales scores; experts chosen with a bias, a buffer",
-        "G11 P1 R7",
+        "G11 P1 P9 R7",
         {
             "model_type": "deepseek_v3",
             "tie_word_embeddings": False,
@@ -176,7 +176,7 @@ FAMILIES = {
     ),
     "qwen2_5_vl": Family(
         "a model of images and text, with positions of three kinds",
-        "",
+        "P9",
         {
             "model_type": "qwen2_5_vl",
             "tie_word_embeddings": False,

@@ -11,6 +11,7 @@ import torch
 from rl_conformance.checks.common import adapted_policy, train_adapters
 from rl_conformance.continuing import changes_no_step, train, trainer
 from rl_conformance.expect import raises, require, same, same_tensor
+from rl_conformance.models import families_of
 from rl_conformance.registry import check
 from rl_conformance.training import NegativeLogLikelihood, training_batch
 from rl_conformance.weights import checkpoint_weights, policy_weights, same_weights
@@ -91,6 +92,20 @@ def a_resumed_run_can_be_resumed_again(ctx: Context, family: str) -> None:
         resumed = _resumed(ctx, path, model_name=model)
         _goes_on_as(resumed, alone, 2 * seed)
         _goes_on_as(resumed, alone, 2 * seed + 1)
+
+
+@check("P9", cases=families_of("P9"))
+def every_family_resumes(ctx: Context, family: str) -> None:
+    """A checkpoint of any architecture loads, and gives the log-probs of what was saved."""
+    path, data = ctx.directory() / "checkpoint", training_batch((7, 12, 4), seed=9)
+    model: dict[str, Any] = {"model_name": str(ctx.model(family)), "dropout": False}
+    with ctx.refusable(family):
+        policy = trainer(ctx, **model)
+    train(policy, 0)
+    policy.save_checkpoint(str(path))
+    resumed = trainer(ctx, resume_from=str(path), **model)
+    scores = [each.get_logprobs(data)["logprobs"] for each in (resumed, policy)]
+    same_tensor(scores[0], scores[1], "logprobs of the checkpoint")
 
 
 @check("P9", device="cpu")

@@ -5,7 +5,9 @@ from __future__ import annotations
 import concurrent.futures
 import threading
 import time
-from typing import TYPE_CHECKING, Any
+from contextlib import nullcontext
+from typing import TYPE_CHECKING, Any, cast
+from unittest import mock
 
 from rl_conformance.checks.common import fresh_doubles, renew_tensors
 from rl_conformance.deadline import stretched
@@ -19,6 +21,7 @@ from rl_conformance.faults import (
     failing_write,
     in_the_engine,
     misplacing,
+    source_class,
     writes_in_place,
 )
 from rl_conformance.leftovers import is_running, left_each_time
@@ -151,6 +154,37 @@ def torn_weights_are_never_served(ctx: Context, fault: Any, how: dict[str, Any])
         greedy(ctx, generation, seed=0)
     run_refit(policy, generation)
     agree(ctx, policy, generation)
+
+
+_ENDINGS: dict[str, dict[str, Any]] = {"committed": {"fails": False}, "failed": {"fails": True}}
+
+
+@check("R8", needs=("policy",), cases=_ENDINGS)
+def every_source_is_closed_once(ctx: Context, fails: bool) -> None:
+    """Each weight source that the policy makes for a refit is closed, and not a second time."""
+    policy, generation = unequal_pair(ctx)
+    kind, make = source_class(policy), cast("Any", policy).weight_source
+    close, made, closed = kind.close, [], []
+
+    def make_source() -> Any:
+        made.append(make())
+        return made[-1]
+
+    def close_source(source: Any) -> None:
+        closed.append(source)
+        close(source)
+
+    broken = in_the_engine(generation, failing_write, after=3) if fails else nullcontext()
+    with (
+        mock.patch.object(policy, "weight_source", make_source),
+        mock.patch.object(kind, "close", close_source),
+        broken,
+    ):
+        error = attempt(policy, generation)
+    same(error is not None, fails, "whether the refit failed")
+    require(bool(made), "weight_source", "it is called for a refit", "no call")
+    times = [sum(each is source for each in closed) for source in made]
+    same(times, [1] * len(made), "how often each source was closed")
 
 
 _LOADERS: dict[str, dict[str, Any]] = {
