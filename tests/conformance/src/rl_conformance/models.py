@@ -87,7 +87,7 @@ FAMILIES = {
     "mistral": Family(
         "every layer attends to a window",
         "A3 G11 P1",
-        {"model_type": "mistral", "tie_word_embeddings": False, "sliding_window": 7},
+        {"model_type": "mistral", "tie_word_embeddings": False, "sliding_window": 9},
     ),
     "gemma2": Family(
         "scores and logits have soft caps; some layers attend to a window",
@@ -100,7 +100,7 @@ FAMILIES = {
             "attn_logit_softcapping": 1.0,
             "final_logit_softcapping": 5.0,
             "query_pre_attn_scalar": 1,
-            "sliding_window": 7,
+            "sliding_window": 9,
             "weight_scale": 4.0,
         },
     ),
@@ -131,7 +131,7 @@ FAMILIES = {
             "head_dim": 32,
             "num_local_experts": 4,
             "num_experts_per_tok": 4,  # where two are nearly as good, bfloat16 takes either
-            "sliding_window": 7,
+            "sliding_window": 9,
             "rope_parameters": {**_YARN, "truncate": False},
             "weight_scale": 4.0,
         },

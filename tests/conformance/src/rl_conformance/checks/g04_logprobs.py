@@ -112,6 +112,17 @@ def raw_logprobs_are_of_the_logits(ctx: Context) -> None:
 
 
 @check("G4")
+def parts_of_a_batch_know_their_distribution(ctx: Context) -> None:
+    """What `train` compares with the policy's own stays with slices, selections and joins."""
+    rows = ctx.generation(temperature=0.7, seed=1).generate(ctx.prompts(5, 9))
+    if rows.provenance is None:
+        ctx.not_run("the backend does not say how rows were drawn", excused=True)
+    joined = BatchedDataDict[Any].from_batches([rows, rows])
+    for part in (rows.slice(0, 1), rows.select_indices([1]), joined):
+        same(part.provenance, rows.provenance, "provenance")
+
+
+@check("G4")
 def greedy_ignores_temperature_and_truncation(ctx: Context) -> None:
     """With greedy=True the log-prob is raw and the token the argmax."""
     rows = ctx.certain(5, 5, 5, 5)

@@ -10,7 +10,7 @@ import torch
 from rl_conformance.batches import generated_mask
 from rl_conformance.checks.common import WAKINGS, adapted_policy, needs_adapters, train_adapters
 from rl_conformance.doubles import Engine, Engines, Trainer
-from rl_conformance.expect import NotRun, raises, require, same, same_tensor
+from rl_conformance.expect import NotRun, raised, raises, require, same, same_tensor
 from rl_conformance.figures import Timeline
 from rl_conformance.models import families_of
 from rl_conformance.peers import RemoteGeneration
@@ -18,6 +18,7 @@ from rl_conformance.quiet import no_progress_bars
 from rl_conformance.refits import (
     MODES,
     agree,
+    attempt,
     equal,
     modes_of,
     odd_tensors,
@@ -39,7 +40,7 @@ from rl_conformance.weights import (
     policy_weights,
     same_weights,
 )
-from rl_core.errors import ConfigError, LifecycleError
+from rl_core.errors import ConfigError, LifecycleError, RLError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -192,6 +193,16 @@ def odd_tensors_are_read_in_place(ctx: Context, bucket_bytes: int) -> None:
     run_refit(policy, Engines(*engines), verify="installed", **options)
     for engine in engines:
         same_weights(engine.tensors, policy.tensors, "the engine")
+
+
+@check("R1", needs=(CORE,))
+def tensors_that_overlap_untied_are_refused(ctx: Context) -> None:
+    """An engine with one memory for two tensors cannot have the weights of both."""
+    policy = ctx.closing(Trainer({name: torch.arange(4.0) for name in ("a", "b")}))
+    memory = torch.zeros(6)
+    engine = ctx.closing(Engine({"a": memory[:4], "b": memory[2:]}))
+    raised(attempt(policy, engine), RLError)
+    same(engine.weights_version, 0, "weights_version after the refusal")
 
 
 @check("R1", needs=("generation",))

@@ -307,6 +307,18 @@ def a_refit_gets_its_turn(ctx: Context) -> None:
             ctx.measure_error(logprobs, last)
 
 
+@check("R8", needs=(CORE,))
+def a_failure_ends_the_wait_for_others(ctx: Context) -> None:
+    """The driver of a refit does not wait for a side that cannot end any more."""
+    failed, pending = (concurrent.futures.Future[None]() for _ in "ab")
+    failed.set_exception(RefitError("the engine ended", fix="none"))
+    started = time.monotonic()
+    with raises(RefitError):
+        wait([pending, failed], DEADLINE_S)
+    took, most = time.monotonic() - started, DEADLINE_S / 2
+    require(took < most, "seconds until the error", f"< {most:.0f}", f"{took:.1f}")
+
+
 @check("R8", needs=(CORE,), cases={i: {"isolation": i} for i in ("staged", "quiesced")})
 def weights_that_are_dropped_meanwhile_stay_torn(ctx: Context, isolation: str) -> None:
     """An engine that loses its weights during a refit neither commits nor serves the old ones."""
