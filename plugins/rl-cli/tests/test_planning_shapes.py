@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import tracemalloc
-from collections import Counter, defaultdict
+from collections import defaultdict
 from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
-from rl_cli.planning import Devices, Links, Shape, model_of, moves_of, predict
+from rl_cli.planning import Devices, Links, Shape, model_of, predict
 from rl_core.errors import ConfigError
 
 LLAMA: dict[str, Any] = {
@@ -136,41 +134,6 @@ def test_each_rank_has_what_arrays_that_are_cut_say(config: dict[str, Any], text
     found = actual(config, shape)
     for rank in range(shape.ranks):
         assert found[rank] == expected(config, shape, rank), rank
-
-
-@settings(deadline=None)
-@given(st.sampled_from([MOE, LATENT]), st.data())
-def test_a_refit_between_any_shapes_gives_each_rank_what_it_keeps_once(
-    config: dict[str, Any], data: st.DataObject
-) -> None:
-    trainer = Shape.parse(data.draw(st.sampled_from([*SHAPES, *EXPERTS])), "--trainer")
-    texts = st.sampled_from([*SHAPES, "tp2ep2x2", "tp2dp3ep6", "tp4pp2ep2"])
-    engine = Shape.parse(data.draw(texts), "--engine", whole_experts=True)
-    first, per_host = data.draw(st.integers(0, 12)), data.draw(st.integers(1, 8))
-    devices = Devices(range(trainer.ranks), range(first, first + engine.ranks), per_host)
-    model, got = model_of(config), Counter[tuple[int, str, int]]()
-    has = actual(config, trainer)
-    pairs = [0] * (trainer.ranks * engine.ranks)
-    for move in moves_of(trainer.stacks(model), engine.stacks(model), devices):
-        numbers = move.stack.name.count("{}")
-        ids = np.arange(np.prod(move.stack.shape)).reshape(move.stack.shape)
-        inside = ids[tuple(slice(*each) for each in move.box[numbers:])].ravel().tolist()
-        for at in np.ndindex(*(after - begin for begin, after in move.box[:numbers])):
-            place = [begin + n for (begin, _), n in zip(move.box, at, strict=False)]
-            name = move.stack.name.format(*place)
-            assert {*inside} <= has[move.source][name]
-            for sink in move.sinks:
-                pairs[move.source * engine.ranks + sink] += 2 * len(inside)
-                got.update((sink, name, element) for element in inside)
-    assert got == Counter(
-        (rank, name, element)
-        for rank, tensors in actual(config, engine).items()
-        for name, all_ in tensors.items()
-        for element in all_
-    )
-    found = predict(model, trainer, engine, devices, Links())
-    assert [*found.pairs] == pairs
-    assert found.facts()["received_over_kept"] == 1
 
 
 @pytest.mark.full
