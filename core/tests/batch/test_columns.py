@@ -6,8 +6,6 @@ import pickle
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
 from rl_core.batch import BatchedDataDict
 from rl_core.errors import DataError, LifecycleError
@@ -24,17 +22,6 @@ def make_batch(rows: int = 6, width: int = 4) -> BatchedDataDict[GenerationDatum
             "mixed": [(row, {"nested": [row]}) for row in range(rows)],
         }
     )
-
-
-def assert_same(left: BatchedDataDict, right: BatchedDataDict) -> None:
-    assert list(left) == list(right)
-    for key, value in left.items():
-        if isinstance(value, torch.Tensor):
-            assert value.dtype == right[key].dtype
-            assert torch.equal(value, right[key])
-        else:
-            assert value == right[key]
-            assert [type(item) for item in value] == [type(item) for item in right[key]]
 
 
 def test_a_column_of_none_has_no_say_in_the_size_and_is_carried_along():
@@ -68,40 +55,8 @@ def test_a_value_without_rows_is_named(value):
         _ = BatchedDataDict({"bad": value}).size
 
 
-def test_select_takes_a_tensor_or_a_mask():
-    batch = make_batch()
-    by_mask = batch.select_indices(batch["input_lengths"] > 2)
-    assert_same(by_mask, batch.select_indices(torch.tensor([2, 3])))
-
-
 def test_select_of_nothing_keeps_the_keys():
     assert list(make_batch().select_indices([])) == list(make_batch())
-
-
-@pytest.mark.parametrize(
-    ("indices", "message"),
-    [
-        ([6], "there is no row 6"),
-        ([-1], "there is no row -1"),
-        (torch.tensor([0.5]), "row indices must be integers"),
-        (torch.tensor([True]), r"the mask of rows has shape \[1\], expected"),
-    ],
-)
-def test_select_refuses_rows_outside_the_batch(indices, message):
-    with pytest.raises(DataError, match=message):
-        make_batch().select_indices(indices)
-
-
-@given(order=st.permutations(range(6)))
-def test_select_undoes_reorder(order):
-    batch = make_batch()
-    batch.reorder_data(order)
-    assert_same(batch.select_indices(order), make_batch())
-
-
-def test_repeat_refuses_a_negative_number():
-    with pytest.raises(DataError, match="num_repeats is -1"):
-        make_batch().repeat_interleave(-1)
 
 
 @pytest.mark.parametrize(("dim", "length"), [(0, 2), (1, -1)])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -78,22 +77,6 @@ def test_first_fit_shuffle_gives_the_bins_of_the_naive_scan_in_seeded_order(leng
     order = np.random.default_rng(seed).permutation(len(lengths)).tolist()
     expected = naive_first_fit(lengths, order, CAPACITY)
     assert pack(lengths, CAPACITY, "first_fit_shuffle", seed=seed) == expected
-
-
-def test_first_fit_shuffle_leaves_the_global_generators_alone():
-    torch.manual_seed(0)
-    np.random.seed(0)
-    before = torch.get_rng_state(), np.random.get_state()[1].tolist()
-    pack(list(range(1, 20)), CAPACITY, "first_fit_shuffle")
-    assert torch.equal(torch.get_rng_state(), before[0])
-    assert np.random.get_state()[1].tolist() == before[1]
-
-
-def test_first_fit_shuffle_depends_on_the_seed():
-    lengths = list(range(1, 21))
-    assert pack(lengths, 40, "first_fit_shuffle", seed=1) != pack(
-        lengths, 40, "first_fit_shuffle", seed=2
-    )
 
 
 @given(lengths=LENGTHS)

@@ -118,16 +118,6 @@ def test_get_batch_needs_a_size_without_a_plan():
         make_batch([1, 2]).get_batch(0)
 
 
-def test_get_batch_past_the_last_is_an_error():
-    with pytest.raises(DataError, match="the number of rows is"):
-        make_batch([1, 2]).get_batch(1, 2)
-    shards, _ = make_batch([1, 2]).shard_by_batch_size(
-        1, sequence_packing_args={"max_tokens_per_microbatch": 12}
-    )
-    with pytest.raises(DataError, match="no batch 1 of 1"):
-        shards[0].get_batch(1)
-
-
 @pytest.mark.parametrize("way", ["dynamic_batching_args", "sequence_packing_args"])
 def test_planned_shards_never_lose_the_rows_that_have_no_length(way):
     batch = make_batch([1, 2, 3, 4])

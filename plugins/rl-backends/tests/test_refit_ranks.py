@@ -20,7 +20,6 @@ from rl_core.errors import (
     ManifestMismatchError,
     RefitAborted,
     RefitError,
-    RefitPeerError,
 )
 from rl_core.futures import spawn, wait
 from rl_core.interfaces import Piece, WeightSource, WorkerContext
@@ -379,27 +378,6 @@ def test_a_rank_whose_source_cannot_be_made_is_named(trainer: Ranks, engine: Eng
         wait(sending, SOON)
 
 
-@pytest.mark.parametrize("first_ends", [False, True])
-@pytest.mark.parametrize("order", sorted(set(itertools.permutations([0, 0, 1, 1]))), ids=str)
-def test_of_two_refits_that_are_counted_each_ends_alike_on_all_ranks(
-    engine: Engine, trainer: Ranks, order: tuple[int, ...], first_ends: bool
-) -> None:
-    calls: dict[int, list[Any]] = {rank: [] for rank in range(len(trainer.ranks))}
-    engine.prepare_refit_info(trainer.prepare_refit_info())
-    for one in order:  # the followers come together
-        for rank in [0] if one == 0 else range(1, len(trainer.ranks)):
-            calls[rank] += trainer.ranks[rank].send_weights(deadline_s=SOON)
-        if first_ends and len(calls[0]) == 2:
-            assert isinstance(calls[0][0].exception(SOON), RefitAborted)
-    for first, _ in calls.values():
-        with pytest.raises(RefitAborted, match=r"newer refit|ended the refit"):
-            first.result(SOON)
-    receiving = engine.receive_weights(number=2, deadline_s=SOON)
-    wait([*(second for _, second in calls.values()), *receiving], SOON)
-    assert same(engine.sink.tensor, trainer.ranks[0].tensors)
-    assert trainer.closed() == [[1, 1, 1]] + [[1, 1]] * (len(trainer.ranks) - 1)
-
-
 def test_tickets_are_of_all_ranks(trainer: Ranks, engine: Engine) -> None:
     for version in (1, 2):
         [keys], *_ = [rank.prepare_weights_for_ipc() for rank in trainer.ranks]
@@ -424,16 +402,6 @@ def test_followers_do_nothing_where_rank_0_has_all(keep) -> None:
     with pytest.raises(ConfigError, match="unknown key"):
         rank.send_weights(deadline=1)
     rank.close_refits()
-
-
-def test_rank_0_that_is_shut_down_ends_those_who_follow(trainer: Ranks) -> None:
-    first, *others = trainer.ranks
-    following = [rank.send_weights(deadline_s=SOON)[0] for rank in others]
-    first.shutdown()
-    for future in following:
-        with pytest.raises(RefitPeerError, match="rank 0 of") as error:
-            future.result(SOON)
-        assert error.value.details["rank"] == 0
 
 
 def test_a_follower_that_is_shut_down_ends_its_part(trainer: Ranks) -> None:

@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 import torch
 
-from rl_core import create_generation
 from rl_core.batch import BatchedDataDict
 from rl_core.errors import ConfigError, LifecycleError
 from rl_hf.generation import HuggingFaceGeneration
@@ -34,31 +33,9 @@ def awake(path: Path, **config: Any) -> HuggingFaceGeneration:
     return backend
 
 
-def test_the_factory_builds_it_by_name(tiny: Callable[..., Path]):
-    backend = create_generation({"backend": "hf", "model_name": str(tiny()), "max_new_tokens": 3})
-    assert isinstance(backend, HuggingFaceGeneration)
-    backend.prepare_for_generation()
-    assert backend.generate(batch(4), greedy=True)["generation_lengths"].tolist() == [3]
-
-
 def test_the_context_may_not_be_widened(tiny: Callable[..., Path]):
     with pytest.raises(ConfigError, match="max_model_len 257 is above the model's context of 256"):
         HuggingFaceGeneration(str(tiny()), max_model_len=257)
-
-
-@pytest.mark.parametrize(
-    ("config", "key"),
-    [
-        ({"max_new_token": 4}, "max_new_token"),
-        ({"temperature": 0.0}, "temperature"),
-        ({"max_batch_size": 0}, "max_batch_size"),
-        ({"torch_dtype": "float8"}, "torch_dtype"),
-    ],
-)
-def test_a_wrong_key_is_named_before_anything_is_loaded(config: dict[str, Any], key: str):
-    with pytest.raises(ConfigError) as caught:
-        HuggingFaceGeneration("no/such/model/anywhere", **config)
-    assert caught.value.details["key"] == key
 
 
 def test_configured_stop_strings_need_a_tokenizer(tiny: Callable[..., Path], tmp_path: Path):

@@ -16,7 +16,6 @@ from torch import tensor
 
 from rl_core.batch import BatchedDataDict
 from rl_core.errors import ConfigError
-from rl_core.interfaces import LossType
 from rl_losses import (
     AdvantageEstimator,
     GRPOLossFn,
@@ -34,7 +33,6 @@ from rl_losses.advantages import ESTIMATORS
 T = torch.Tensor
 ROWS, WIDTH = 6, 7
 MASK = torch.arange(WIDTH) < tensor([6, 3, 1, 4, 5, 2])[:, None]
-SEQUENCE = {"loss_type": LossType.SEQUENCE_LEVEL}
 
 
 def make_rows(seed: int) -> SimpleNamespace:
@@ -108,13 +106,6 @@ def verl_bypass_reinforce(r: SimpleNamespace) -> T:
     return token_mean(-r.adv * r.logp * weight)
 
 
-def verl_gspo(r: SimpleNamespace) -> T:
-    log_ratio = ((r.logp - r.old) * MASK).sum(1, keepdim=True) / MASK.sum(1, keepdim=True)
-    ratio = (r.logp - r.logp.detach() + log_ratio.detach()).exp()
-    cost = torch.maximum(-r.adv * ratio, -r.adv * ratio.clamp(0.9, 1.1))
-    return ((cost * MASK).sum(1) / MASK.sum(1)).mean()
-
-
 DPPO = {"ratio_clip_c": 1.4}
 GENERATED = {"ratio_denominator": "generation_logprobs"}
 LOSSES: dict[str, tuple[Callable[[SimpleNamespace], T], dict[str, Any]]] = {
@@ -185,10 +176,6 @@ GRADIENTS: dict[str, tuple[Callable[[SimpleNamespace], T], dict[str, Any]]] = {
         lambda r: token_mean(-r.adv * r.logp),
         {"on_policy": True},
     ),
-    "verl gspo": (
-        verl_gspo,
-        SEQUENCE | {"importance_ratio": "sequence", "ratio_clip_min": 0.1, "ratio_clip_max": 0.1},
-    ),
 }
 
 
@@ -236,20 +223,6 @@ def test_rejection_has_the_statistics_of_verl(level: str, estimator: str) -> Non
     cost = torch.maximum(-rows.adv * ratio, -rows.adv * ratio.clamp(0.8, 1.2))
     torch.testing.assert_close(loss, token_mean(torch.where(kept, cost, 0.0)))
     assert metrics["rejected_fraction"] == pytest.approx((~kept)[MASK].double().mean().item())
-
-
-def test_seq_mask_tis_of_nemo_rl_is_a_rejection_of_rows() -> None:
-    rows = make_rows(4)
-    log_ratio = (rows.old - rows.sampled) * MASK
-    mean = (log_ratio.sum(1) / MASK.sum(1)).exp()[:, None]
-    kept = (mean >= 0.9) & (mean <= 1.2)
-    assert kept.any()
-    assert not kept.all()
-    options = {"rejection": "seq_mean_k1", "rejection_min": 0.9, "rejection_max": 1.2}
-    loss, _ = our_loss(rows, options | {"importance_sampling_cap": math.inf})
-    ratio = (rows.logp - rows.old).exp()
-    cost = torch.maximum(-rows.adv * ratio, -rows.adv * ratio.clamp(0.8, 1.2))
-    torch.testing.assert_close(loss, token_mean(cost * log_ratio.exp() * kept))
 
 
 @pytest.mark.parametrize(

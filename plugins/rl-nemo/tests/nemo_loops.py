@@ -222,22 +222,6 @@ def async_grpo_train(
     return history
 
 
-def sft_train(policy: Any, loss_fn: Any, batches: list[Any]) -> list[dict[str, float]]:
-    """sft.py:290-530: a validation, a step, another one."""
-    timer, history = Timer(), []
-    policy.prepare_for_training()  # 428
-    for data in batches:
-        size = policy.sharding_annotations.get_axis_size("data_parallel")  # 321
-        assert data.size % size == 0
-        results = policy.train(data, loss_fn, eval_mode=True, gbs=data.size, mbs=2)  # 325
-        float(results["loss"])
-        policy.prepare_for_training()  # 357
-        results = policy.train(data, loss_fn, timer=timer)  # 477
-        history.append(summed(results, {}))
-    assert len(timer.times["train"]) == len(batches)
-    return history
-
-
 #: DPOValMetrics (dpo.py:101).
 PREFERENCE_METRICS = (
     "loss",

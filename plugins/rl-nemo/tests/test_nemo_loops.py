@@ -22,7 +22,7 @@ from rl_core.errors import CapabilityError, ConfigError, DataError, LifecycleErr
 from rl_core.futures import wait
 from rl_core.ports import free_port
 from rl_hosting import LocalCluster
-from rl_losses import DPOLossFn, GRPOLossFn, NLLLossFn
+from rl_losses import DPOLossFn, NLLLossFn
 from rl_ray import RayVirtualCluster
 
 SAMPLES = 4
@@ -60,24 +60,6 @@ def reward(output: Any) -> torch.Tensor:
     answer = (places >= start[:, None]) & (places < output["unpadded_sequence_lengths"][:, None])
     good = (output["output_ids"] < 140) & answer
     return good.sum(1) / answer.sum(1).clamp(min=1)
-
-
-@pytest.mark.full
-def test_grpo_with_two_trainers_and_two_replicas(model: Path) -> None:
-    with LocalCluster(2) as cluster:
-        config = {"backend": "hf", "model_name": str(model)}
-        policy = create_policy(config, cluster)
-        generation = create_generation({**config, "max_new_tokens": 6, "seed": 3}, cluster)
-        rl_nemo.connect(policy, generation)
-        history = nemo_loops.grpo_train(
-            policy, generation, GRPOLossFn(), PROMPTS, reward, steps=2, samples=SAMPLES
-        )
-        assert max(step["apart"] for step in history) < 1e-4
-        assert policy.sharding_annotations.get_axis_size("data_parallel") == 2
-        assert policy.get_free_memory_bytes() > 0
-        assert generation.weights_version == 2
-        generation.shutdown()
-        policy.shutdown()
 
 
 @pytest.mark.parametrize("asynchronous", [False, True], ids=["calls", "rows"])
@@ -163,11 +145,6 @@ def sequences() -> BatchedDataDict[Any]:
             "sample_mask": torch.ones(8),
         }
     )
-
-
-def test_sft(make: Any) -> None:
-    history = nemo_loops.sft_train(make("policy"), NLLLossFn(), [sequences()] * 6)
-    assert history[-1]["loss"] < history[0]["loss"] - 0.1
 
 
 @pytest.mark.parametrize("batching", ["rows", "packed"])

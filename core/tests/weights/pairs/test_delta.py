@@ -50,15 +50,6 @@ def pair(keep: Callable[[Any], Any], request: Any, either_device: None) -> tuple
 # -- what is sent ---------------------------------------------------------------------------------
 
 
-def test_a_change_of_sign_of_zero_is_a_change(pair):
-    trainer, engine = pair
-    trainer.source.tensor["scalar"].zero_()
-    go(trainer, engine, **DELTA)
-    trainer.source.tensor["scalar"].neg_()
-    assert go(trainer, engine, **DELTA).tensors == 1
-    assert engine.sink.tensor["scalar"].signbit()
-
-
 def test_a_delta_to_a_trainer_that_took_over_sends_what_differs(request, keep, pair):
     """All of it where blocks are hashed with the trainer's secret, as they are on a GPU."""
     _, engine = pair

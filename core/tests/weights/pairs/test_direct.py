@@ -15,7 +15,6 @@ import safetensors.torch
 import torch
 from simple_pair import (
     BUCKET,
-    DictSink,
     Engine,
     InPlaceSink,
     Tensors,
@@ -40,21 +39,6 @@ def pair(keep: Callable[[Any], Any]) -> tuple[Trainer, Engine]:
 
 
 # -- exact, and one copy --------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("kind", [DictSink, InPlaceSink])
-@pytest.mark.parametrize("verify", ["none", "wire", "installed"])
-def test_every_tensor_arrives_bit_for_bit_without_being_packed(keep, verify, kind):
-    tensors = make_persistent()
-    trainer = keep(Trainer(tensors, at_home=True))
-    engine = keep(Engine(blank(tensors), kind=kind))
-    asked: list[str] = []
-    trainer.source.before = asked.append
-    report = go(trainer, engine, verify=verify)
-    assert report.mode == "direct"
-    assert report.extra_memory_bytes == 0
-    assert asked == []
-    assert same(make_persistent(), engine.sink.tensor)
 
 
 def test_the_device_may_be_called_by_a_name_that_tensors_do_not_give_it(pair):

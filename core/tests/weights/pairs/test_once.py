@@ -7,7 +7,6 @@ import weakref
 from typing import Any
 
 import pytest
-import torch
 from simple_pair import (
     SOON,
     Engine,
@@ -18,18 +17,15 @@ from simple_pair import (
     blank,
     go,
     make_persistent,
-    same,
     until,
 )
 
 from rl_core.errors import (
     ConfigError,
     LifecycleError,
-    RefitAborted,
     RefitError,
     RefitPeerError,
     RefitProtocolError,
-    WeightsTornError,
 )
 from rl_core.weights.protocol.messages import PROTOCOL
 from rl_core.weights.sending import send_job as _send_job
@@ -48,55 +44,6 @@ def both(keep) -> tuple[Trainer, Engine]:
 
 
 # -- what happens to an engine's weights in the midst of a refit -----------------------------------
-
-
-def drop(engine: Engine) -> None:
-    """As an engine that gives its weights' memory away."""
-    for tensor in engine.sink.tensor.values():
-        tensor.fill_(True if tensor.dtype is torch.bool else 77)
-    engine.receiver.dropped()
-
-
-def overwrite(engine: Engine) -> None:
-    """As somebody who loads other weights past the refits."""
-    engine.sink.tensor["half"].fill_(77)
-    engine.receiver.forget()
-
-
-@pytest.mark.parametrize("delta", [False, True])
-@pytest.mark.parametrize("event", [drop, overwrite], ids=["dropped", "forgotten"])
-@pytest.mark.parametrize("at", ["tensors", "confirm", "commit"])
-def test_a_staged_refit_takes_nothing_back_that_happened_meanwhile(both, event, delta, at):
-    trainer, engine = both
-    go(trainer, engine)
-    step(trainer, 1)
-    happened: list[bool] = []
-
-    def happens(*_: object) -> None:
-        if not happened:
-            happened.append(True)
-            event(engine)
-
-    if at == "tensors":
-        trainer.source.before = happens
-    elif at == "confirm":
-        trainer.source.on["confirm"] = happens
-    else:
-        engine.sink.on["finish"] = happens
-    with pytest.raises(RefitError):
-        go(trainer, engine, isolation="staged", delta=delta, mode="packed")
-    assert happened
-    engine.idle()
-    assert engine.receiver.known == {}
-    if event is drop:
-        with pytest.raises(WeightsTornError):
-            engine.receiver.check()
-    trainer.source.before = lambda _: None
-    trainer.source.on.clear()
-    engine.sink.on.clear()
-    go(trainer, engine, delta=True, verify="installed")
-    assert same(trainer.source.tensor, engine.sink.tensor)
-    engine.receiver.check()
 
 
 # -- a version is of one state of the weights ------------------------------------------------------
@@ -195,32 +142,6 @@ def test_a_refit_that_runs_keeps_its_end_where_the_next_one_has_no_room(both, mo
     assert "no room" in str(failures[0])
 
 
-def test_a_refit_may_be_cancelled_before_it_is_asked_for(both):
-    """The two calls of a refit may travel on ways of their own."""
-    trainer, engine = both
-    info = trainer.prepare_refit_info()
-    engine.prepare_refit_info(info)
-    for end, call in (
-        (engine.receiver, engine.receiver.receive),
-        (trainer.sender, trainer.sender.send),
-    ):
-        end.cancel(info["number"])
-        with pytest.raises(RefitAborted, match="refit 1 was already requested or cancelled"):
-            call(number=info["number"], deadline_s=600)
-    assert go(trainer, engine).version == 1
-
-
-def test_a_call_whose_refit_is_over_ends_at_once(both):
-    trainer, engine = both
-    engine.prepare_refit_info(trainer.prepare_refit_info())
-    lost = trainer.sender.send(number=1, deadline_s=600)
-    trainer.sender.send(number=2, deadline_s=SOON)
-    assert isinstance(lost.exception(SOON), RefitAborted)
-    with pytest.raises(RefitAborted, match="at refit 1 and the trainer at refit 2"):
-        engine.receiver.receive(number=1, deadline_s=600).result(SOON)
-    assert engine.receiver.receive(number=2, deadline_s=SOON).result(SOON)["version"] == 1
-
-
 # -- what is refused by name -----------------------------------------------------------------------
 
 
@@ -309,29 +230,6 @@ def test_an_error_that_is_kept_keeps_no_buffers(both):
     gc.collect()
     assert lanes
     assert [lane() for lane in lanes] == [None] * len(lanes), kept.value
-
-
-def test_buffers_that_an_engine_may_still_read_are_not_used_again(both):
-    """It was paused, heard nothing of the failure, and will read on."""
-    trainer, engine = both
-    told: list[Any] = []
-    lane_of = trainer.sender.kept.lane
-
-    def remember(*arguments: Any) -> Any:
-        told.append(dict(lane_of(*arguments).ref))
-        return lane_of(*arguments)
-
-    trainer.sender.kept.lane = remember
-    go(trainer, engine, mode="packed")
-    go(trainer, engine, mode="packed")
-    assert told[0] == told[1]
-    trainer.source.on["confirm"] = lambda: 1 / 0
-    with pytest.raises(RefitError):
-        go(trainer, engine, mode="packed")
-    trainer.source.on.clear()
-    go(trainer, engine, mode="packed")
-    assert told[2] == told[1]
-    assert told[3] != told[2]
 
 
 @pytest.mark.parametrize("how", ["prepared for another", "asked to generate"])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import threading
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -11,13 +10,11 @@ from typing import Any
 import pytest
 import torch
 from simple_pair import (
-    SOON,
     DictSink,
     Engine,
     InPlaceSink,
     MuteSink,
     Trainer,
-    begin,
     blank,
     fails,
     go,
@@ -26,7 +23,7 @@ from simple_pair import (
 )
 
 from rl_conformance import doubles
-from rl_core.errors import CapabilityError, RefitError, WeightsTornError
+from rl_core.errors import CapabilityError, WeightsTornError
 from rl_core.interfaces import Box
 from rl_core.weights.data.parts import sizes_of
 from rl_core.weights.receiving import staging
@@ -92,19 +89,6 @@ def test_a_second_copy_that_does_not_fit_leaves_no_part_of_it(pair, monkeypatch)
     assert_serves(engine, seed=1, version=2)
 
 
-def test_a_staged_refit_waits_for_generation_only_to_exchange_the_weights(pair):
-    trainer, engine = pair
-    sealed = threading.Event()
-    trainer.source.on["confirm"] = sealed.set
-    with engine.lock:
-        sending, receiving = begin(trainer, engine, **STAGED)
-        assert sealed.wait(SOON)
-        assert not sending.done()
-        assert engine.sink.calls == []
-    receiving.result(SOON)
-    assert_serves(engine, seed=1, version=2)
-
-
 # -- failures -------------------------------------------------------------------------------------
 
 
@@ -118,27 +102,6 @@ def failing(engine: Engine, call: str, count: int = 1) -> None:
             raise OSError(f"{call} failed")
 
     engine.sink.on[call] = fail
-
-
-@pytest.mark.parametrize("call", ["begin", "finish", "commit"])
-def test_a_call_that_fails_leaves_the_old_weights_serving_until_the_next_refit(pair, call):
-    trainer, engine = pair
-    failing(engine, call)
-    sender, receiver = fails(trainer, engine, **STAGED)
-    assert isinstance(receiver, RefitError)
-    assert f"{call} failed" in str(sender)
-    assert_serves(engine, seed=0, version=1)
-    report = go(trainer, engine, verify="installed", delta=True, **STAGED)
-    assert_serves(engine, seed=1, version=report.version)
-
-
-@pytest.mark.parametrize("pair", [DictSink], indirect=True)
-@pytest.mark.parametrize("count", [1, 3])
-def test_a_write_that_fails_half_way_through_the_exchange_is_undone(pair, count):
-    trainer, engine = pair
-    failing(engine, "write", count)
-    fails(trainer, engine, **STAGED)
-    assert_serves(engine, seed=0, version=1)
 
 
 def test_tensors_that_overlap_are_taken_back(keep):

@@ -90,42 +90,6 @@ def test_an_engine_that_generates_hears_all_the_same_that_its_trainer_was_killed
     refit(cast.elsewhere(TrainerParty), engine, seed=NEXT)
 
 
-@pytest.mark.parametrize("isolation", ISOLATIONS)
-def test_an_engine_that_sealed_and_was_never_told_does_not_advance(stack, isolation):
-    cast = Cast(stack)
-    engine, late = cast.here(EngineParty), cast.elsewhere(EngineParty)
-    trainer = cast.elsewhere(TrainerParty)
-    refit(trainer, engine, late, seed=OLD)
-    trainer.load(NEW)
-    late.stall("finish")
-    begin(trainer, engine, late, isolation=isolation)
-    late.reached()
-    until(lambda: engine.phase() == "COMMIT")
-    trainer.kill()
-    late.release()
-    for waiting in (engine, late):
-        assert_names_the_sender(waiting.failure(), "COMMIT")
-        assert waiting.version() == 1
-        assert_whole_unless(isolation == "quiesced", waiting, old=OLD)
-    refit(cast.elsewhere(TrainerParty), engine, late, seed=NEXT)
-
-
-@pytest.mark.parametrize("isolation", ISOLATIONS)
-def test_an_engine_that_was_told_to_commit_needs_its_trainer_no_more(stack, isolation):
-    cast = Cast(stack)
-    engine, trainer = cast.here(EngineParty), cast.elsewhere(TrainerParty)
-    refit(trainer, engine, seed=OLD)
-    trainer.load(NEW)
-    engine.stall("commit")
-    begin(trainer, engine, isolation=isolation)
-    engine.reached()
-    trainer.kill()
-    engine.release()
-    assert engine.outcome()["version"] == engine.version() == 2
-    assert_whole_unless(False, engine, old=NEW)
-    refit(cast.elsewhere(TrainerParty), engine, seed=NEXT)
-
-
 # -- a receiver dies -------------------------------------------------------------------------------
 
 
@@ -178,28 +142,6 @@ def test_a_trainer_and_its_other_engines_survive_an_engine_that_is_killed(
     refit(trainer, cast.elsewhere(EngineParty), *others, seed=NEXT)
 
 
-@pytest.mark.parametrize("bystanders", [0, 1])
-@pytest.mark.parametrize("isolation", ISOLATIONS)
-def test_a_version_counts_although_an_engine_was_killed_while_it_committed(
-    stack, isolation, bystanders
-):
-    cast = Cast(stack)
-    trainer, victim = cast.here(TrainerParty), cast.elsewhere(EngineParty)
-    others = [cast.here(EngineParty) for _ in range(bystanders)]
-    refit(trainer, victim, *others, seed=OLD)
-    trainer.load(NEW)
-    victim.stall("commit")
-    begin(trainer, victim, *others, isolation=isolation)
-    victim.reached()
-    victim.kill()
-    assert_names(victim, trainer.failure(), "COMMIT")
-    assert trainer.version() == 2
-    for other in others:
-        assert other.outcome()["version"] == 2
-        assert_whole_unless(False, other, old=NEW)
-    refit(trainer, cast.elsewhere(EngineParty), *others, seed=NEXT)
-
-
 # -- tensors that are read where the trainer keeps them --------------------------------------------
 
 
@@ -214,20 +156,6 @@ def test_an_engine_killed_while_it_reads_the_trainers_own_tensors_does_them_no_h
     assert_names(victim, trainer.failure(), "TRANSFER")
     assert trainer.holds(OLD)
     refit(trainer, cast.elsewhere(EngineParty), seed=NEXT)
-
-
-def test_an_engine_whose_trainer_is_killed_while_it_reads_its_tensors_is_torn(stack):
-    cast = Cast(stack, at_home=True)
-    engine, trainer = cast.here(EngineParty), cast.elsewhere(TrainerParty)
-    introduce(trainer, engine)
-    engine.stall("write")
-    begin(trainer, engine, mode="direct")
-    engine.reached()
-    trainer.kill()
-    engine.release()
-    assert_names_the_sender(engine.failure(), "TRANSFER")
-    assert_whole_unless(True, engine, old=OLD)
-    refit(cast.elsewhere(TrainerParty), engine, seed=NEXT)
 
 
 # -- not dead, but stopped -------------------------------------------------------------------------

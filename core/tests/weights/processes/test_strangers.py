@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import socket
 from contextlib import ExitStack, closing
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import pytest
 from killable import LATER, EngineParty, TrainerParty
-from simple_pair import SOON, until
+from simple_pair import until
 
-from rl_core.errors import RefitPeerError, RefitProtocolError
+from rl_core.errors import RefitPeerError
 from rl_core.weights.protocol.frames import MAX_FRAME_BYTES, write_hello
 from rl_core.weights.protocol.messages import Hello
-from rl_core.weights.transports.control import ControlClient, ControlServer
+from rl_core.weights.transports.control import ControlClient
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -132,61 +131,6 @@ def test_a_message_in_several_parts_is_passed_over(pair):
         assert stranger.client._monitored is not None
         stranger.client._monitored.socket.send_multipart([b"three", b"parts", b"here"])
         assert_refit(trainer, engine)
-
-
-def recorded(end: Any) -> list[bytes]:
-    """The frames that this end sends from now on."""
-    frames: list[bytes] = []
-    send = end.send
-
-    def keep(*given: Any) -> Any:
-        frames.extend(frame for frame in given[-1:] if frame)
-        return send(*given)
-
-    end.send = keep
-    return frames
-
-
-def end_of(engine: EngineParty) -> Any:
-    return engine.endpoint.connection("ipc", engine.endpoint._trainer).end
-
-
-def test_what_was_recorded_of_an_earlier_refit_is_refused_and_hinders_nobody(pair):
-    trainer, engine = pair
-    frames = recorded(end_of(engine))
-    assert_refit(trainer, engine)
-    with closing(Stranger(trainer)) as stranger:
-        trainer.begin()
-        stranger.say(*frames)
-        until(lambda: trainer.endpoint.jobs[-1].session._noise)
-        assert not trainer.endpoint.jobs[-1].session.connections
-        engine.begin()
-        assert engine.outcome()["version"] == trainer.outcome()["version"] == 2
-
-
-def test_a_whole_refit_that_is_played_to_an_engine_is_refused(pair):
-    """By somebody who recorded it, in the trainer's place: the engine keeps what it has."""
-    trainer, engine = pair
-    frames = recorded(trainer.endpoint.connection("ipc").end)
-    assert_refit(trainer, engine)
-    first = list(frames)
-    assert_refit(trainer, engine)
-    player = ControlServer(f"ipc://{Path(endpoint(trainer).removeprefix('ipc://')).parent}/player")
-    with closing(player):
-        info = trainer.info()
-        engine.meet(info | {"addresses": {"ipc": {"endpoint": player.endpoint}}})
-        engine.begin(deadline_s=SOON)
-        key: list[str] = []
-        until(lambda: key.extend(k for k, _ in player.receive(0.05)) or key)
-        for frame in first:
-            player.send(key[0], frame)
-        error = engine.failure()
-    assert isinstance(error, RefitProtocolError)
-    assert "repeated, of another channel" in str(error)
-    assert engine.endpoint.version == 2
-    engine.check()
-    engine.meet(trainer.info())
-    assert_refit(trainer, engine)
 
 
 def test_a_receiver_that_says_hello_and_no_more_is_named_at_the_deadline(pair):
