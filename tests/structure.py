@@ -29,7 +29,7 @@ TOKENS = {
     "rl_backends": 61_285,
     "rl_cli": 12_753,
     "rl_collective": 4_556,
-    "rl_conformance": 150_000,
+    "rl_conformance": 152_000,
     "rl_guests": 6_111,
     "rl_hf": 20_278,
     "rl_hosting": 36_019,
@@ -43,7 +43,7 @@ TOKENS = {
     "rl_vllm": 10_833,
 }
 #: Tokens of code that all tests and the conformance suite may have together.
-TEST_TOKENS = 530_000
+TEST_TOKENS = 528_000
 #: Share of a distribution's functions that may be private and have one caller, in percent.
 SINGLE = {
     "rl_core": 5.0,

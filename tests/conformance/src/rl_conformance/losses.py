@@ -190,10 +190,12 @@ class FailsInTheStep(NegativeLogLikelihood):
 
     Args:
         claim: A file that is not there yet.
+        error: The class of what is raised.
     """
 
-    def __init__(self, claim: Path) -> None:
+    def __init__(self, claim: Path, error: type[BaseException] = MemoryError) -> None:
         self.claim = claim
+        self.error = error
 
     def __call__(
         self, inputs: torch.Tensor, data: BatchedDataDict[Any], **counts: Any
@@ -203,7 +205,7 @@ class FailsInTheStep(NegativeLogLikelihood):
 
             def fail(*_: Any) -> None:
                 hook.remove()
-                raise MemoryError("the optimizer step has no memory left")
+                raise self.error("the optimizer step has no memory left")
 
             hook = register_optimizer_step_post_hook(fail)
         return super().__call__(inputs, data, **counts)

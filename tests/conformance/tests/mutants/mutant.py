@@ -72,7 +72,7 @@ _THOROUGH = """
     frozen_parameters_of_a_module_arrive frozen_parameters_stay generating_changes_no_step
     handing_weights_over_changes_no_step impossible_scale_arguments_are_refused
     later_calls_do_not_change_an_output lifecycle_calls_are_legal_in_any_order
-    loading_another_state_of_the_same_step_shows log_probs_are_those_of_the_weights_now
+    loading_another_state_shows log_probs_are_those_of_the_weights_now
     long_rows_are_scored_completely many_rows_are_scored_as_few_are
     masked_data_has_no_influence_on_a_step max_new_tokens_may_be_1 merged_rows_are_padded_rows
     nan_and_infinity_do_not_agree no_call_waits_forever no_input_column_is_modified

@@ -391,7 +391,9 @@ SPLITS: dict[str, dict[str, Any]] = {
 _OTHER_LENGTHS = (12, 3, 30, 17)
 
 
-def refuses_until_a_load(ctx: Context, policy: Any) -> None:
+def refuses_until_a_load(
+    ctx: Context, policy: Any, error: type[BaseException] = MemoryError
+) -> None:
     data, saved = training_batch(_OTHER_LENGTHS), str(ctx.directory() / "saved")
     train = partial(policy.train, data, NegativeLogLikelihood())
     policy.prepare_for_training()
@@ -399,8 +401,8 @@ def refuses_until_a_load(ctx: Context, policy: Any) -> None:
     policy.save_checkpoint(saved)
     expected = float(train()["loss"])
     try:
-        policy.train(data, FailsInTheStep(ctx.directory() / "claim"))
-    except Exception:
+        policy.train(data, FailsInTheStep(ctx.directory() / "claim", error))
+    except (Exception, KeyboardInterrupt):
         pass
     else:
         ctx.not_run(

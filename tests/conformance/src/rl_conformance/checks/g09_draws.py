@@ -21,7 +21,7 @@ from rl_conformance.served import greedy, same_output
 from rl_conformance.statistics import chi_square_p_value
 from rl_conformance.ways import settable_trainer
 from rl_core.batch import BatchedDataDict
-from rl_core.errors import CapabilityError, DataError
+from rl_core.errors import CapabilityError, DataError, LifecycleError
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -250,6 +250,19 @@ def thousands_of_tokens_are_drawn(ctx: Context, family: str) -> None:
     ctx.measure("1 - p_value", 1 - p_value, 1 - _OTHER_ERROR_RATE)
 
 
+@check("G10", cases=families_of("G10"))
+def a_nucleus_is_the_rows_own(ctx: Context, family: str) -> None:
+    """Beside rows that need fewer than 512 tokens for top_p, others keep all that they need."""
+    path, data = ctx.model(family), ctx.prompts(*[5] * 16)
+    logits = [ctx.oracle(path).logits(row)[-1] for row in data["input_ids"].tolist()]
+    shares = torch.stack(logits).softmax(-1).topk(512).values.sum(-1).sort().values
+    how = {"top_p": float(shares[7:9].mean())}
+    config: dict[str, Any] = {**how, "model_name": str(path), "max_new_tokens": 1, "seed": 2}
+    output = ctx.generation(**config).generate(data)
+    expected = declared_logprobs(ctx, data, output, path=path, **how)
+    ctx.measure_error(output["logprobs"][generated_mask(data, output)], expected)
+
+
 @check("G10")
 def a_repetition_penalty_is_of_the_rows_own_tokens(ctx: Context) -> None:
     """Rows that take the places of others, or share their beginnings, have their own penalties."""
@@ -367,8 +380,12 @@ def the_ith_row_draws_from_the_ith_stream(ctx: Context) -> None:
     refused["input_lengths"] = torch.tensor([0, 3])
     with raises(DataError):
         parts.generate(refused)
-    drawn.extend(expected[6:8])  # the refused rows count
-    draw(8, 12)
+    parts.finish_generation()
+    with raises(LifecycleError):
+        parts.generate(data.slice(8, 9))
+    parts.prepare_for_generation()
+    drawn.extend(expected[6:9])  # the refused rows count
+    draw(9, 12)
     same_draws(ctx, drawn, expected)
 
 

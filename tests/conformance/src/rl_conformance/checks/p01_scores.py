@@ -26,7 +26,7 @@ _LENGTHS = (12, 3, 30, 1, 17, 8)
 
 @check("P1", cases=families_of("P1"))
 def logprobs_agree_with_the_reference(ctx: Context, family: str) -> None:
-    """Every log-prob lies within the dtype's tolerance of the float32 reference."""
+    """Those of policy and reference lie within the dtype's tolerance of a float32 model."""
     path, data = ctx.model(family), ctx.prompts(*_LENGTHS)
     with ctx.refusable(family):
         policy = ctx.policy(model_name=str(path))
@@ -37,6 +37,8 @@ def logprobs_agree_with_the_reference(ctx: Context, family: str) -> None:
     if got.shape == expected.shape:
         ctx.record_errors(title, family, got[scored], expected[scored], ctx.tolerance[1])
     ctx.measure_error(got, expected, rounding=2)
+    reference = policy.get_reference_policy_logprobs(data)["reference_logprobs"]
+    ctx.measure_error(reference, expected, rounding=2)
 
 
 @check("P1")

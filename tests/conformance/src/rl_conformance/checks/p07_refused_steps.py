@@ -258,7 +258,10 @@ def a_masked_batch_is_no_step(ctx: Context, key: str) -> None:
 _MORE_LENGTHS = (12, 3, 30, 17)
 
 
-@check("P7")
-def what_fails_midway_is_refused_until_a_load(ctx: Context) -> None:
+_ERRORS = {error.__name__: {"error": error} for error in (MemoryError, KeyboardInterrupt)}
+
+
+@check("P7", cases=_ERRORS)
+def what_fails_midway_is_refused_until_a_load(ctx: Context, error: type[BaseException]) -> None:
     """The optimizer raises once it has written: nothing is done with the weights until a load."""
-    refuses_until_a_load(ctx, ctx.fresh_policy(dtype="float32"))
+    refuses_until_a_load(ctx, ctx.fresh_policy(dtype="float32"), error)

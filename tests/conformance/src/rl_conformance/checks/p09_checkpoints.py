@@ -126,15 +126,16 @@ def a_narrow_dtype_resumes_bit_equal(ctx: Context) -> None:
     same(two, one, "loss of the last step, as without resuming")
 
 
-@check("P9", device="cpu")
-def loading_another_state_of_the_same_step_shows(ctx: Context) -> None:
-    """Log-probs and the next step are of the weights that were loaded last, the reference stays."""
+@check("P9", device="cpu", cases={f"step_{step}": {"step": step} for step in (0, 1)})
+def loading_another_state_shows(ctx: Context, step: int) -> None:
+    """Log-probs and the next step are of what was loaded last, also if it was never trained."""
     path, data = ctx.directory() / "checkpoint", training_batch((7, 12, 4), seed=9)
     policy, other = (trainer(ctx, dropout=False, **_FULL) for _ in range(2))
     if not hasattr(policy, "load_checkpoint"):
         ctx.not_run("the policy loads checkpoints only when it is built", excused=True)
     train(policy, 0)
-    train(other, 1)
+    for seed in range(step):
+        train(other, 1 + seed)
     other.save_checkpoint(str(path))
     before = policy.get_reference_policy_logprobs(data)["reference_logprobs"]
     policy.get_logprobs(data)  # which a policy may keep until its weights change

@@ -7,8 +7,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from rl_conformance.batches import generated_mask
 from rl_conformance.checks.common import SPLITS
 from rl_conformance.continuing import changes_no_step, oracle_of, train, trainer
+from rl_conformance.draws import declared_logprobs
 from rl_conformance.expect import raises, require, same, same_tensor
 from rl_conformance.fast import FAST
 from rl_conformance.models import make_reward_model
@@ -47,6 +49,15 @@ def policy_generates_like_an_engine(ctx: Context) -> None:
                 failures.append(f"{each.id}: {error}")
     require(ran > 20, "checks of policy.generate", "more than 20", ran)
     require(not failures, "checks of policy.generate", "all pass", "\n".join(failures))
+
+
+@check("P11")
+def generation_has_its_own_temperature(ctx: Context) -> None:
+    """Tokens are drawn at the temperature of the key `generation`, not at the policy's."""
+    data, own = ctx.prompts(5, 9, 3), {"temperature": 0.5, "max_new_tokens": 4, "seed": 1}
+    output = ctx.policy(temperature=1.0, generation=own).generate(data, False)
+    expected = declared_logprobs(ctx, data, output, temperature=0.5)
+    ctx.measure_error(output["logprobs"][generated_mask(data, output)], expected, scale=2)
 
 
 def _refuses(call: Callable[[ColocatablePolicyInterface], Any]) -> Callable[[Context], None]:

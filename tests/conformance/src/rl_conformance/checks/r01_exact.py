@@ -8,7 +8,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from rl_conformance.batches import generated_mask
-from rl_conformance.checks.common import WAKINGS, adapted_policy, needs_adapters, train_adapters
+from rl_conformance.checks.common import (
+    WAKINGS,
+    adapted_policy,
+    fresh_doubles,
+    needs_adapters,
+    renew_tensors,
+    train_adapters,
+)
 from rl_conformance.doubles import Engine, Engines, Trainer
 from rl_conformance.expect import NotRun, raised, raises, require, same, same_tensor
 from rl_conformance.figures import Timeline
@@ -205,6 +212,25 @@ def tensors_that_overlap_untied_are_refused(ctx: Context) -> None:
     same(engine.weights_version, 0, "weights_version after the refusal")
 
 
+@check("R1", needs=(CORE,))
+def a_delta_after_a_refit_without_hashes_is_whole(ctx: Context) -> None:
+    """What was committed with verify="none" is not taken for what was hashed before."""
+    policy, engine = fresh_doubles(ctx)
+    for seed, options in ((1, {}), (3, {"verify": "none"}), (1, {"delta": True})):
+        renew_tensors(policy, seed)
+        run_refit(policy, engine, **options)
+        same_weights(engine.tensors, policy.tensors, f"the engine, refit with {options}")
+
+
+@check("R7", cases=MODES, needs=(CORE,))
+def tied_tensors_reach_an_engine_that_has_both(ctx: Context, mode: str) -> None:
+    """An engine of which the two names have memory of their own gets the weights twice."""
+    policy, _ = fresh_doubles(ctx)
+    engine = ctx.closing(Engine({name: t.clone() for name, t in whole_tensors(2).items()}))
+    run_refit(policy, engine, mode=mode)
+    same_weights(engine.tensors, policy.tensors, "the engine")
+
+
 @check("R1", needs=("generation",))
 def one_changed_tensor_is_enough(ctx: Context) -> None:
     """Delta after delta, each with another tensor that changed: it alone is sent, and it serves."""
@@ -373,6 +399,11 @@ def adapters_of_a_module_arrive_merged_once(ctx: Context) -> None:
         lengths = output["unpadded_sequence_lengths"]
         expected = ctx.oracle(path).batch_logprobs(output["output_ids"], lengths)
         ctx.measure_error(output["logprobs"][inside], expected[inside])
+    arrived = engine_weights(generation)
+    model.merge_adapter()
+    run_refit(model, generation)
+    for name, tensor in engine_weights(generation).items():
+        ctx.measure_error(tensor, arrived[name])
 
 
 @check("R1", needs=("policy",))

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import time
 from typing import TYPE_CHECKING, Any
 
 from rl_conformance.checks.common import change_nothing
-from rl_conformance.expect import raises, same
+from rl_conformance.deadline import stretched
+from rl_conformance.expect import raises, require, same
 from rl_conformance.refits import DEADLINE_S, agree, equal, run_refit, take_step, unequal_pair
 from rl_conformance.registry import check
 from rl_conformance.ways import by_ticket, engine_for, exact, settable_trainer, shuffle, ticket_for
@@ -45,8 +47,11 @@ def a_ticket_is_for_one_refit(ctx: Context) -> None:
     engine.update_weights(taken)
     weights = engine_weights(engine)
     for ticket in (old, taken | {"deadline_s": 1.0}):
+        started = time.monotonic()
         with raises(RLError):
             engine.update_weights(ticket)
+        took, most = time.monotonic() - started, stretched(20.0)
+        require(took < most, "seconds until a ticket is refused", f"< {most:.0f}", f"{took:.1f}")
     same(engine.weights_version, before + 2, "weights_version after tickets that were used up")
     same_weights(engine_weights(engine), weights, "after tickets that were used up")
     exact(ctx, policy, engine, "a refit by a ticket", before + 2)

@@ -11,6 +11,7 @@ from unittest import mock
 
 from rl_conformance.checks.common import fresh_doubles, renew_tensors
 from rl_conformance.deadline import stretched
+from rl_conformance.doubles import Sink
 from rl_conformance.expect import raised, raises, require, require_fault, same
 from rl_conformance.faults import (
     at_the_first_bucket,
@@ -213,6 +214,20 @@ def a_loader_that_does_not_load_is_caught(ctx: Context, fault: Any) -> None:
     equal(policy, generation)
 
 
+@check("R15", needs=(CORE,))
+def both_names_of_a_tied_tensor_are_read_back(ctx: Context) -> None:
+    """A loader that drops the second name of a tensor is found, though the first one is right."""
+    policy, engine = fresh_doubles(ctx)
+    read = Sink.read
+
+    def stale(sink: Sink, names: Any) -> Any:
+        for name, tensor in read(sink, names):
+            yield name, tensor + 1 if name == "tied.again" else tensor
+
+    with mock.patch.object(Sink, "read", stale):
+        _is_corrupted(attempt(policy, engine, verify="installed"), "tied.again")
+
+
 @check("R15", cases=MODES)
 def what_a_delta_left_out_is_read_back_too(ctx: Context, mode: str) -> None:
     """A tensor that changed in the engine behind the refit's back, and is not sent, is found."""
@@ -233,8 +248,8 @@ def what_a_delta_left_out_is_read_back_too(ctx: Context, mode: str) -> None:
     agree(ctx, policy, generation)
 
 
-def _is_corrupted(error: BaseException | None) -> None:
-    raised(error, RefitCorrupted, "up_proj")
+def _is_corrupted(error: BaseException | None, name: str = "up_proj") -> None:
+    raised(error, RefitCorrupted, name)
 
 
 @check("R8", needs=("generation",))
@@ -251,6 +266,9 @@ def only_a_full_refit_ends_a_torn_state(ctx: Context) -> None:
         with in_the_engine(engine, fault, **how):
             failed = attempt(policy, engine, delta=number == 3)
         raised(failed, Exception)
+        if "staged" in ways:
+            with in_the_engine(engine, failing_write, after=3):
+                raised(attempt(policy, engine, isolation="staged"), Exception)
         engine.prepare_refit_info(policy.prepare_refit_info() or {})
         with raises(WeightsTornError):
             engine.generate(ctx.prompts(5), greedy=True)
