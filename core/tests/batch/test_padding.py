@@ -13,6 +13,14 @@ from rl_core.errors import ConfigError
 IDS = torch.tensor([[5, 0, 6, 0], [7, 0, 0, 0], [8, 8, 8, 8]])
 
 
+def test_a_problem_is_returned_when_asked_for():
+    data = {"input_ids": IDS, "input_lengths": torch.tensor([0, 1, 4])}
+    ok, message = verify_right_padding(data, raise_error=False)
+    assert not ok
+    assert "row 0" in message
+    assert "positions 0, 2" in message
+
+
 def test_lengths_may_be_a_list():
     assert verify_right_padding({"input_ids": IDS, "input_lengths": [3, 1, 4]}) == (True, None)
     ok, message = verify_right_padding(

@@ -368,16 +368,6 @@ def test_a_rank_with_torn_weights_is_named(trainer: Ranks, engine: Engine) -> No
         wait(sending, SOON)
 
 
-def test_a_rank_whose_source_cannot_be_made_is_named(trainer: Ranks, engine: Engine) -> None:
-    trainer.ranks[1].weight_source = lambda: 1 / 0  # type: ignore[method-assign]
-    engine.prepare_refit_info(trainer.ranks[0].prepare_refit_info())
-    sending = trainer.ranks[0].send_weights(number=1, deadline_s=SOON)
-    with pytest.raises(ZeroDivisionError):
-        trainer.ranks[1].send_weights(number=1, deadline_s=SOON)
-    with pytest.raises(RefitError, match=r"rank 1 of .*ZeroDivisionError"):
-        wait(sending, SOON)
-
-
 def test_tickets_are_of_all_ranks(trainer: Ranks, engine: Engine) -> None:
     for version in (1, 2):
         [keys], *_ = [rank.prepare_weights_for_ipc() for rank in trainer.ranks]

@@ -41,6 +41,10 @@ def weights(policy: HuggingFacePolicy) -> dict[str, torch.Tensor]:
     return {name: tensor.clone() for name, tensor in policy.model.state_dict().items()}
 
 
+def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
+    return all(torch.equal(a[name], b[name]) for name in a)
+
+
 def test_text_alone_changes_in_a_model_of_images_and_text(tiny, tmp_path):
     policy = HuggingFacePolicy(str(tiny("qwen2_5_vl")), optimizer={"lr": 1e-2})
     before = weights(policy)
@@ -73,6 +77,14 @@ def test_the_rows_of_a_loss_that_is_not_finite_are_named(tiny):
     with pytest.raises(TrainingError) as error:
         HuggingFacePolicy(str(tiny()), train_micro_batch_size=4).train(batch(), Faulty())
     assert error.value.details["rows"] == [0, 1, 2, 3]
+
+
+def test_a_step_that_is_not_finite_is_skipped_where_so_configured(tiny):
+    policy = HuggingFacePolicy(str(tiny()), non_finite="skip")
+    before = weights(policy)
+    result = policy.train(batch(), Faulty())
+    assert result["skipped_steps"] == 1
+    assert same(weights(policy), before)
 
 
 def test_bfloat16_learns_from_steps_below_its_resolution(tiny):

@@ -12,7 +12,6 @@ import pytest
 import torch
 from real_engines import (
     directories_in,
-    hf_policy,
     processes_of,
     prompts,
     shared_by,
@@ -25,10 +24,8 @@ from rl_core.batch import BatchedDataDict
 from rl_core.errors import (
     ConfigError,
     DeadlineError,
-    RefitError,
     WorkerDiedError,
 )
-from rl_core.weights import refit
 from rl_vllm import VllmGenerationWorker
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
@@ -123,17 +120,6 @@ def test_engines_end_with_the_process_that_forked_them_and_the_next_has_another(
         engine.generate(prompts())
     another = start("qwen2")
     assert another.generate(prompts(), greedy=True).size == 4
-
-
-def test_a_refit_to_a_dead_engine_fails_soon(start, tiny):
-    engine, policy = start("qwen2", torch_dtype="float32"), hf_policy(tiny("qwen2"))
-    refit(policy, engine, deadline_s=60.0)
-    os.kill(engine.pid, signal.SIGKILL)
-    began = time.monotonic()
-    with pytest.raises((WorkerDiedError, RefitError)):
-        refit(policy, engine, deadline_s=60.0)
-    assert time.monotonic() - began < 30
-    policy.shutdown()
 
 
 @pytest.mark.full

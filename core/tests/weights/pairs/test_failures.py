@@ -23,20 +23,26 @@ from rl_core.weights.protocol.frames import Channel
 from rl_core.weights.protocol.messages import Prepare
 
 
-def test_a_receiver_that_derives_another_plan_refuses_before_it_is_written_to(pair, monkeypatch):
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [({"plan": "another"}, "different plans"), ({"skip": b"\1"}, "masks do not fit")],
+)
+def test_a_receiver_that_derives_another_plan_refuses_before_it_is_written_to(
+    pair, monkeypatch, changed, said
+):
     trainer, engine = pair
     encode = Channel.encode
 
     def another(channel: Channel, message: object) -> bytes:
         if isinstance(message, Prepare):
-            lane = msgspec.structs.replace(message.lanes[0], plan="another")
+            lane = msgspec.structs.replace(message.lanes[0], **changed)
             message = msgspec.structs.replace(message, lanes={0: lane})
         return encode(channel, message)
 
     monkeypatch.setattr(Channel, "encode", another)
     sender, receiver = fails(trainer, engine)
     assert isinstance(sender, RefitProtocolError)
-    assert "different plans" in str(receiver)
+    assert said in str(receiver)
     assert (engine.sink.calls, engine.receiver.torn) == ([], False)
 
 

@@ -142,6 +142,28 @@ def test_a_trainer_and_its_other_engines_survive_an_engine_that_is_killed(
     refit(trainer, cast.elsewhere(EngineParty), *others, seed=NEXT)
 
 
+@pytest.mark.parametrize("bystanders", [0, 1])
+@pytest.mark.parametrize("isolation", ISOLATIONS)
+def test_a_version_counts_although_an_engine_was_killed_while_it_committed(
+    stack, isolation, bystanders
+):
+    cast = Cast(stack)
+    trainer, victim = cast.here(TrainerParty), cast.elsewhere(EngineParty)
+    others = [cast.here(EngineParty) for _ in range(bystanders)]
+    refit(trainer, victim, *others, seed=OLD)
+    trainer.load(NEW)
+    victim.stall("commit")
+    begin(trainer, victim, *others, isolation=isolation)
+    victim.reached()
+    victim.kill()
+    assert_names(victim, trainer.failure(), "COMMIT")
+    assert trainer.version() == 2
+    for other in others:
+        assert other.outcome()["version"] == 2
+        assert_whole_unless(False, other, old=NEW)
+    refit(trainer, cast.elsewhere(EngineParty), *others, seed=NEXT)
+
+
 # -- tensors that are read where the trainer keeps them --------------------------------------------
 
 
