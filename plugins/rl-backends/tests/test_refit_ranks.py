@@ -394,16 +394,6 @@ def test_followers_do_nothing_where_rank_0_has_all(keep) -> None:
     rank.close_refits()
 
 
-def test_rank_0_that_is_shut_down_ends_those_who_follow(trainer: Ranks) -> None:
-    first, *others = trainer.ranks
-    following = [rank.send_weights(deadline_s=SOON)[0] for rank in others]
-    first.shutdown()
-    for future in following:
-        with pytest.raises(RefitPeerError, match="rank 0 of") as error:
-            future.result(SOON)
-        assert error.value.details["rank"] == 0
-
-
 def test_a_follower_that_is_shut_down_ends_its_part(trainer: Ranks) -> None:
     [following] = trainer.ranks[1].send_weights(deadline_s=SOON)
     trainer.ranks[1].shutdown()
