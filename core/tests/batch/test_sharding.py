@@ -43,6 +43,11 @@ def test_a_plan_does_not_outlive_a_new_order():
         ({"shards": 0}, ConfigError, "shards must be a whole number, got 0"),
         ({"shards": 4}, DataError, "6 rows cannot be cut into 4 equal shards"),
         ({"shards": 3, "group_size": 4}, DataError, "not a multiple of the group size 4"),
+        (
+            {"shards": 1, "batch_size": 4},
+            DataError,
+            "batch_size 4 does not divide the number of rows 6",
+        ),
         ({"shards": 1, "batch_size": 0}, ConfigError, "batch_size must be a whole number, got 0"),
         (
             {"shards": 1, "batch_size": 6, "allow_uneven_shards": True},

@@ -20,6 +20,7 @@ from rl_core.errors import (
     ManifestMismatchError,
     RefitAborted,
     RefitError,
+    RefitPeerError,
 )
 from rl_core.futures import spawn, wait
 from rl_core.interfaces import Piece, WeightSource, WorkerContext
@@ -392,6 +393,16 @@ def test_followers_do_nothing_where_rank_0_has_all(keep) -> None:
     with pytest.raises(ConfigError, match="unknown key"):
         rank.send_weights(deadline=1)
     rank.close_refits()
+
+
+def test_rank_0_that_is_shut_down_ends_those_who_follow(trainer: Ranks) -> None:
+    first, *others = trainer.ranks
+    following = [rank.send_weights(deadline_s=SOON)[0] for rank in others]
+    first.shutdown()
+    for future in following:
+        with pytest.raises(RefitPeerError, match="rank 0 of") as error:
+            future.result(SOON)
+        assert error.value.details["rank"] == 0
 
 
 def test_a_follower_that_is_shut_down_ends_its_part(trainer: Ranks) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from rl_cli.planning import Devices, Shard, Stack, moves_of
+from rl_cli.planning import Devices, Move, Shard, Stack, moves_of
 from rl_core.errors import ManifestMismatchError
 from rl_core.interfaces import Box
 
@@ -77,3 +77,10 @@ def test_holes_and_contradictions_name_the_tensor_and_the_ranks(
 def test_a_hole_of_many_ranks_names_some() -> None:
     with pytest.raises(ManifestMismatchError, match="engine ranks 0, 1, 2, 3 and 96 more must"):
         [*moves_of([], [one("w", ((0, 4), (0, 2)), *range(100))], Devices([0], range(100), 8))]
+
+
+def test_what_no_engine_keeps_is_not_sent() -> None:
+    trainer = [one("w", ((0, 4), (0, 2)), 0), one("unused", ((0, 4), (0, 2)), 1)]
+    assert [*moves_of(trainer, [one("w", ((1, 2), (0, 1)), 0)], DEVICES)] == [
+        Move(one("w", ((1, 2), (0, 1)), 0), ((1, 2), (0, 1)), 0, (0,), 2)
+    ]

@@ -257,7 +257,11 @@ def test_a_collective_of_their_own_peers(model: Path) -> None:
     policy.shutdown()
 
 
-def test_an_axis_that_there_is_not_is_named(make: Any) -> None:
-    annotations = make("policy").sharding_annotations
+def test_an_axis_that_there_is_not_is_named(make: Any, request: pytest.FixtureRequest) -> None:
+    policy = make("policy")
+    assert policy.get_free_memory_bytes() > 0
+    annotations = policy.sharding_annotations
+    workers = {"embedded": 1, "cluster": 2}[request.node.callspec.params["make"]]
+    assert annotations.get_axis_size("data_parallel") == workers
     with pytest.raises(ConfigError, match="pipeline"):
         annotations.get_axis_size("pipeline")
