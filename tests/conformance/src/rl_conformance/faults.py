@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from unittest import mock
 
 import torch
+from torch.nn.modules.module import register_module_forward_hook
 
 from rl_conformance.expect import NotRun, require_fault
 from rl_core.errors import CapabilityError
@@ -43,6 +44,7 @@ __all__ = [
     "failing_finish",
     "failing_write",
     "in_the_engine",
+    "in_the_forward_pass",
     "kill_engine_at",
     "misplacing",
     "one_by_one",
@@ -80,6 +82,29 @@ def in_the_engine(
         what = f"{fault.__name__}, in the class of the engine's weight_sink()"
         why = "the refit failed before, or does not write through a WeightSink of weight_sink()"
         require_fault(any(struck), what, why)
+
+
+@contextmanager
+def in_the_forward_pass() -> Generator[None]:
+    """Fault: in the block, the third module of torch that has computed raises.
+
+    Raises:
+        NotRun: Fewer modules computed in this process.
+    """
+    called: list[None] = []
+
+    def fail(*_: Any) -> None:
+        called.append(None)
+        if len(called) == 3:
+            raise InjectedFault("a module fails amid the forward pass")
+
+    hook = register_module_forward_hook(fail)
+    try:
+        yield
+    finally:
+        hook.remove()
+        if len(called) < 3:
+            raise NotRun("the model does not compute in this process", excused=True)
 
 
 def writes_in_place(generation: GenerationInterface) -> bool:

@@ -10,6 +10,7 @@ import torch
 from rl_conformance.checks.common import SPLITS, strange_token
 from rl_conformance.continuing import changes_no_step, oracle_of, train, trainer
 from rl_conformance.expect import raises, require, same, same_tensor, within
+from rl_conformance.faults import in_the_forward_pass
 from rl_conformance.models import families_of
 from rl_conformance.registry import check
 from rl_conformance.training import NegativeLogLikelihood, training_batch
@@ -26,7 +27,7 @@ _LENGTHS = (12, 3, 30, 1, 17, 8)
 
 @check("P1", cases=families_of("P1"))
 def logprobs_agree_with_the_reference(ctx: Context, family: str) -> None:
-    """Those of policy and reference lie within the dtype's tolerance of a float32 model."""
+    """Log-probs of policy and reference are those of a float32 model, within the tolerance."""
     path, data = ctx.model(family), ctx.prompts(*_LENGTHS)
     with ctx.refusable(family):
         policy = ctx.policy(model_name=str(path))
@@ -152,6 +153,8 @@ def a_failing_call_changes_no_step(ctx: Context) -> None:
     def fail(policy: ColocatablePolicyInterface) -> torch.Tensor:
         with raises(Exception):
             policy.get_logprobs(broken, 1)
+        with raises(Exception), in_the_forward_pass():
+            policy.get_logprobs(data)
         scores: torch.Tensor = policy.get_logprobs(data)["logprobs"]
         return scores
 

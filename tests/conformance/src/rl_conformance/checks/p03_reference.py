@@ -6,9 +6,10 @@ from typing import TYPE_CHECKING, Any, get_args, get_type_hints
 
 import torch
 
-from rl_conformance.checks.common import SPLITS, strange_token
+from rl_conformance.checks.common import SPLITS
 from rl_conformance.continuing import changes_no_step, dropping_model, oracle_of, train, trainer
 from rl_conformance.expect import raises, require, same, same_tensor
+from rl_conformance.faults import in_the_forward_pass
 from rl_conformance.registry import check
 from rl_conformance.training import NegativeLogLikelihood, training_batch
 from rl_conformance.weights import policy_weights, same_weights
@@ -63,11 +64,8 @@ def policy_survives_a_failing_reference_call(ctx: Context) -> None:
     data, policy = ctx.prompts(*_LENGTHS), ctx.fresh_policy()
     _train_once(policy)
     before, scores = policy_weights(policy), policy.get_logprobs(data)["logprobs"]
-    broken = ctx.prompts(5, 5)
-    # Passes every check of shape and length, and fails in the forward pass.
-    broken["input_ids"][1, 2] = ctx.oracle().vocab_size + 1000
-    with raises(Exception):
-        policy.get_reference_policy_logprobs(broken)
+    with raises(Exception), in_the_forward_pass():
+        policy.get_reference_policy_logprobs(data)
     same_weights(policy_weights(policy), before, "weights")
     same_tensor(policy.get_logprobs(data)["logprobs"], scores, "logprobs")
 
@@ -170,8 +168,8 @@ def the_reference_may_be_kept_anywhere(ctx: Context, kind: str) -> None:
             return None
         got: torch.Tensor = policy.get_reference_policy_logprobs(data, 3)["reference_logprobs"]
         ctx.measure_error(got, expected, scale=1 / 0.7)
-        with raises(Exception):
-            policy.get_reference_policy_logprobs(strange_token(training_batch((5, 6))), 1)
+        with raises(Exception), in_the_forward_pass():
+            policy.get_reference_policy_logprobs(data)
         return got
 
     changes_no_step(ctx, look, temperature=0.7, reference=kind)
@@ -191,12 +189,11 @@ def topk_is_of_the_weights_now(ctx: Context) -> None:
 def a_failing_reference_call_changes_no_step(ctx: Context) -> None:
     """Before and after steps, the next ones and the reference are as without the call."""
     data = training_batch((5, 6), seed=9)
-    broken = strange_token(training_batch((5, 6), seed=9))
     seen: list[torch.Tensor] = []
 
     def fail(policy: ColocatablePolicyInterface) -> None:
-        with raises(Exception):
-            policy.get_reference_policy_logprobs(broken, 1)
+        with raises(Exception), in_the_forward_pass():
+            policy.get_reference_policy_logprobs(data)
         seen.append(policy.get_reference_policy_logprobs(data)["reference_logprobs"])
         same_tensor(seen[-1], seen[0], "reference_logprobs")
 
