@@ -79,7 +79,7 @@ _THOROUGH = """
     no_refit_unpickles no_two_refits_share_a_secret one_changed_tensor_is_enough
     one_engine_sleeps_while_another_serves only_a_full_refit_ends_a_torn_state
     other_adapters_are_refused_by_name output_is_as_wide_as_its_longest_row
-    plain_shards_are_dealt_by_global_batch planned_shards_keep_every_row_and_bound
+    planned_shards_keep_every_row_and_bound
     policies_share_nothing prompts_up_to_the_context_are_accepted ranks_drop_different_units
     refused_descriptions_change_nothing refused_options_change_nothing
     refused_options_do_not_use_up_a_version refused_tickets_change_nothing
@@ -109,7 +109,7 @@ _THOROUGH = """
     topk_is_that_of_one_rank topk_logits_have_the_temperature topk_rows_come_back_in_their_order
     topk_takes_any_k trainers_of_one_process_are_apart training_shows_only_after_the_next_refit
     two_engines_are_independent two_engines_keep_their_seeds unseeded_samples_differ
-    unusual_batches_survive_serialization very_unlikely_tokens_keep_their_logprob
+    very_unlikely_tokens_keep_their_logprob
     weights_that_are_dropped_meanwhile_stay_torn what_arrives_is_what_is_saved
     what_fails_midway_is_refused_until_a_load what_fails_midway_on_one_rank_is_refused_by_all
     what_is_generated_is_of_the_weights_now what_is_masked_reaches_no_rank

@@ -121,7 +121,7 @@ class _ForReaders:
 
     def acquire(self, timeout: float = -1) -> bool:
         given_up = time.monotonic() + timeout if timeout >= 0 else math.inf
-        while self._readers or time.monotonic() - self._last < 0.3:
+        while self._readers or time.monotonic() - self._last < 3.0:
             if time.monotonic() >= given_up:
                 return False
             time.sleep(0.02)

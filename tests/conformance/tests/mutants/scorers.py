@@ -79,8 +79,8 @@ class WindowsAreWider(_Switched):
     """Layers with a window see one token more."""
 
     def switch(self, module: Any) -> None:
-        if getattr(getattr(module, "config", None), "sliding_window", None) == 7:
-            module.config.sliding_window = 8
+        if getattr(getattr(module, "config", None), "sliding_window", None) == 9:
+            module.config.sliding_window = 10
 
 
 @breaks("P1", checks="P1 and agree")
