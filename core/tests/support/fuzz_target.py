@@ -79,7 +79,7 @@ TO_RANK: list[Any] = [
     OFFER,
     m.HashParts(SESSION, {}, {}, ALL, BUCKET, "xxh3", True, TOKEN),
     m.PrepareRank(
-        SESSION, {}, {}, b"", BUCKET, False, "xxh3", TOKEN, "ipc", {}, {"id": b""}, ((),)
+        SESSION, {}, {}, b"", ALL, BUCKET, False, "xxh3", TOKEN, "ipc", {}, {"id": b""}, ((),)
     ),
     *(m.PackBucket(SESSION, index) for index in range(len(PLAN.buckets))),
     m.ConfirmRank(SESSION),

@@ -42,7 +42,7 @@ RANK_READY = m.RankReady(S, 3, {}, 11, "host")
 HASH = m.HashParts(S, {}, {}, b"\x01", 64, "xxh3", True, "token")
 HASHED = m.PartsHashed(S, b"digests")
 PREPARE_RANK = m.PrepareRank(
-    S, {}, {}, b"", 64, False, "xxh3", "token", "ipc", {}, {"id0": b"", "id1": b""}, ((), ())
+    S, {}, {}, b"", b"", 64, False, "xxh3", "token", "ipc", {}, {"id0": b"", "id1": b""}, ((), ())
 )
 RANK_PREPARED = m.RankPrepared(S, "plan")
 CONFIRMED = m.RankConfirmed(S, 3)

@@ -12,6 +12,7 @@ from torch import distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
+from torch.distributed.tensor import distribute_module
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     RowwiseParallel,
@@ -58,6 +59,9 @@ def shard(model: Net, kind: str) -> None:
         fully_shard(model, mesh=mesh, offload_policy=policy)
     elif kind == "tensor parallel":
         tensor_parallel(model, mesh)
+    elif kind == "copies":
+        distribute_module(model, mesh)
+        model.head.weight = model.embed.weight
     elif kind != "plain":
         square = init_device_mesh("cpu", (2, world // 2), mesh_dim_names=("outer", "inner"))
         if kind == "replicated":
@@ -103,6 +107,13 @@ class MeshRank:
         for number, parameter in enumerate(self.model.parameters()):
             parameter.grad = torch.full_like(parameter, 0.5 + number)
         self.optimizer.step()
+
+    @torch.no_grad()
+    def change_alone(self, *, counted: bool) -> None:
+        """Doubles this rank's part of every parameter, with or without torch's counting it."""
+        for parameter in self.model.parameters():
+            local = parameter.to_local()
+            (local if counted else local.data).mul_(2)
 
     def train(self) -> float:
         """A step through the module, with clipped gradients; the loss."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -20,6 +21,7 @@ from rl_backends.mesh import mesh_members
 from rl_core.errors import (
     CapabilityError,
     ConfigError,
+    LifecycleError,
     RefitAborted,
     RefitPeerError,
 )
@@ -171,6 +173,46 @@ def test_a_module_that_is_sharded_between_two_refits(two: Ranks) -> None:
     assert reports[0] == reports[1]
     two("change")
     assert all(isinstance(r, dict) for r in two("refit"))
+
+
+@pytest.mark.parametrize("kind", ["fsdp", "copies"])
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_that_changed_alone_is_named(two: Ranks, kind: str, rank: int) -> None:
+    two("build", kind)
+    two("refit")
+    two.of[rank].change_alone(counted=True)
+    before = two.of[0].state()
+    errors = two("refit")
+    assert [type(error) for error in errors] == [LifecycleError, RefitAborted], errors
+    assert errors[0].details["rank"] == 1
+    assert re.search(r"rank 1 of 2 .* has changed .* times, rank 0 \d+ times", str(errors[0]))
+    assert all(tensor.equal(before[name]) for name, tensor in two.of[0].state().items())
+    two.of[1 - rank].change_alone(counted=True)
+    assert [r["version"] for r in two("refit")] == [2, 2]
+
+
+@pytest.mark.parametrize("options", [{}, {"mode": "packed"}, {"delta": True}])
+def test_copies_that_differ_are_not_committed(two: Ranks, options: dict[str, Any]) -> None:
+    two("build", "copies")
+    [report, _] = two("refit")
+    assert report["compared_bytes"] == report["bytes"]
+    two.of[1].change_alone(counted=False)
+    errors = two("refit", **options)
+    assert [type(error) for error in errors] == [LifecycleError, RefitAborted], errors
+    assert errors[0].details["rank"] == 1
+    assert "rank 1 of 2" in str(errors[0])
+    two.of[0].change_alone(counted=False)
+    assert [r["version"] for r in two("refit", **options)] == [2, 2]
+
+
+def test_copies_that_are_not_compared_come_from_one_rank(two: Ranks) -> None:
+    two("build", "copies")
+    two.of[1].change_alone(counted=False)
+    report = two("refit", verify="none")[0]
+    assert isinstance(report, dict), report
+    assert report["compared_bytes"] == 0
+    state = two.of[0].state()
+    assert all(tensor.equal(state[name]) for name, tensor in Net(1).named_parameters())
 
 
 @pytest.mark.parametrize("missing", [0, 1])

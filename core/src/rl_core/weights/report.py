@@ -40,6 +40,8 @@ class RefitReport:
         attempts: How often it was tried, this time included.
         fallback: Why ``mode="auto"`` did not read the tensors where they are; None if it did.
         origin: Identifies the trainer of that version; constant while its sending end lives.
+        compared_bytes: Bytes of copies that ranks of the trainer hashed without sending them.
+        compared_seconds: For how long rank 0 waited for the digests of these.
         taken_over: The engines that had another trainer's weights before, each with its ``name``
             and the ``origin`` and ``version`` of these. Versions of two origins do not compare.
     """
@@ -63,6 +65,8 @@ class RefitReport:
     attempts: int = 1
     fallback: str | None = None
     origin: int = 0
+    compared_bytes: int = 0
+    compared_seconds: float = 0.0
     taken_over: list[dict[str, Any]] = field(default_factory=list)
 
     @classmethod

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from refit_model.world import World
 
 #: Faults of which all who wait hear at once.
-HEARD = ("pose", "flood", "quit", "crash", "lose", "step")
+HEARD = ("pose", "flood", "quit", "crash", "lose", "step", "drift")
 #: Frames of a stranger, more than an innocent connection has unread.
 _FLOOD = 6
 
@@ -108,7 +108,7 @@ def interruptions(world: World, task: Task) -> list[str]:
         found.append(f"pause {party} at {task.at}")
     if f"crash {party}" in world.left:
         found.append(f"crash {party} at {task.at}")
-    often = (f"{kind} {party}" for kind in ("lose", "step"))
+    often = (f"{kind} {party}" for kind in ("lose", "step", "drift"))
     found += [f"{fault} at {task.at}" for fault in often if fault in world.left]
     return [*found, *_engine_events(world, party)]
 
@@ -128,7 +128,7 @@ def _faults(world: World, party: str) -> Iterator[str]:
     goes_on = tasks and party != world.paused
     if f"quit {party}" in world.left and goes_on and not tasks[0].job.cancelled:
         yield f"quit {party}"
-    for fault in (f"crash {party}", f"lose {party}", f"step {party}"):
+    for fault in (f"{kind} {party}" for kind in ("crash", "lose", "step", "drift")):
         if fault in world.left and busy:
             yield fault
     if party != world.paused and world.tasks:
@@ -213,6 +213,10 @@ def take(world: World, choice: str) -> None:
         case ["step", party, *_]:
             _happens(world, f"step {party}")
             world.others[-1].train({"a": 2.0, "b": 2.0})
+            world.interrupted = task
+        case ["drift", party, *_]:
+            _happens(world, f"drift {party}")
+            world.others[-1].tensor["b"].fill_(2.0)
             world.interrupted = task
         case ["drop", party]:
             _happens(world, f"drop {party}")

@@ -152,6 +152,10 @@ def _forgets_digests(do: Any, self: SendJob, effect: Any) -> Any:
     return self.session.packed(effect.index, effect.digests, effect.lane)
 
 
+def _takes_the_last(found: Any, self: SendJob) -> dict[str, bytes]:
+    return {name: it for table in self._tables.values() for name, it in table.known.items()}
+
+
 def _takes_lost_for_confirmed(lost: Any, self: SenderSession, rank: int, error: Any) -> Any:
     if self.phase is not Phase.SEAL or self._expected is None:
         return lost(self, rank, error)
@@ -292,6 +296,10 @@ MUTANTS: dict[str, tuple[Callable[[], AbstractContextManager[Any]], str]] = {
     "the state of another rank is not compared": (
         _with(TwoRanks, check_state=lambda *given: None),
         "RANKS_STEP",
+    ),
+    "copies of two ranks are not compared": (
+        _around(SendJob, "_found", _takes_the_last),
+        "RANKS_DRIFT",
     ),
     "a rank that has confirmed takes every end for a good one": (
         _around(RankSession, "receive", _takes_abort_for_over),

@@ -105,8 +105,11 @@ class Trainer:
 
     @property
     def whole(self) -> bool:
-        """Its ranks live, and have trained alike."""
-        apart = world().scenario.ranks and (self.other is None or self.other.step != self.step)
+        """Its ranks live, have trained alike, and have the same copies."""
+        other, scenario = self.other, world().scenario
+        apart = scenario.ranks and (other is None or other.step != self.step)
+        if scenario.copies and other is not None:
+            apart |= other.weights != self.weights
         return not (self.lost_rank or apart)
 
     @property

@@ -75,6 +75,8 @@ RANKS_CRASH = Scenario(
     ranks=True,
 )
 RANKS_STEP = replace(RANKS_CRASH, faults=("step T1", "quit T", "quit T1"))
+#: Two ranks that have the same tensors, of which one changes by itself.
+RANKS_DRIFT = replace(RANKS_CRASH, faults=("drift T1",), copies=True)
 RANKS_PAUSE = replace(RANKS_CRASH, faults=("pause T1", "silence"))
 RANKS_PAUSE_T = replace(RANKS_CRASH, faults=("pause T", "silence"))
 RANKS_REPLAYED = Scenario((Refit(),), ("replay",), ranks=True)

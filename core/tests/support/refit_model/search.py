@@ -128,5 +128,5 @@ def _settle(world: World) -> list[str]:
 
 def _goes_wrong(choice: str) -> bool:
     first, *rest = choice.split()
-    kinds = ("pause", "crash", "quit", "lose", "step", "drop", "load", "replay", "pose", "flood")
-    return first in kinds or "play" in rest or rest in (["resumes"], ["is", "silent"])
+    kinds = ("pause", "crash", "quit", "lose", "step", "drift", "drop", "load", "replay", "pose")
+    return first in (*kinds, "flood") or "play" in rest or rest in (["resumes"], ["is", "silent"])

@@ -97,7 +97,9 @@ class Scenario:
         engine: What its engines are made of.
         group: Bytes go through a group, of which every member has its own, not shared memory.
         ranks: The trainer has a second rank, ``T1``, which gives one of the two tensors. Its faults
-            are those of others, and ``step``: it trains while rank 0 does not.
+            are those of others, ``step``: it trains while rank 0 does not, and ``drift``: its
+            tensors get other values, of which nothing tells.
+        copies: Both ranks have both tensors.
         prompt: Refits begin as soon as they are asked for, not when the search says so.
     """
 
@@ -116,6 +118,7 @@ class Scenario:
     engine: Callable[..., Engine] = Engine
     group: bool = False
     ranks: bool = False
+    copies: bool = False
     prompt: bool = False
 
     @property
@@ -232,8 +235,9 @@ class World:
         self._made += 1
         if not self.scenario.ranks:
             return Trainer(party, self._made, weights)
-        trainer = Trainer(party, self._made, weights, NAMES[:1])
-        trainer.other = Trainer(OTHER, self._made, weights, NAMES[1:])
+        gives = (NAMES, NAMES) if self.scenario.copies else (NAMES[:1], NAMES[1:])
+        trainer = Trainer(party, self._made, weights, gives[0])
+        trainer.other = Trainer(OTHER, self._made, weights, gives[1])
         self.others.append(trainer.other)
         for rank, its in enumerate((trainer, trainer.other)):
             its.sender.ranks = TwoRanks(self, rank, trainer)
@@ -280,7 +284,7 @@ class World:
 
     def interrupts(self, task: Task) -> bool:
         """Whether anything can come between two steps of a task."""
-        kinds = ("pause", "crash", "lose", "step", "drop", "load")
+        kinds = ("pause", "crash", "lose", "step", "drift", "drop", "load")
         return self.most > 0 and any(f"{kind} {task.party}" in self.left for kind in kinds)
 
     def connect(self, party: str, trainer: int) -> Connection:

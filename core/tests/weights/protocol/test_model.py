@@ -56,6 +56,7 @@ EXPLORED = [
     "RANKS",
     "RANKS_CRASH",
     "RANKS_STEP",
+    "RANKS_DRIFT",
     "RANKS_PAUSE",
     "TWO_AND_CRASH",
     "TWO_TRAINERS_READER",

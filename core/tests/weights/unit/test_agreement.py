@@ -25,7 +25,7 @@ def agreed(
     kept: Kept, wire: Any = WIRE, ranks: Any = RANKS, engines: Any = ENGINES, hosts: Any = HOSTS
 ) -> Agreement:
     of = (wire, ranks, engines, hosts)
-    return kept.same("agreement", of, partial(Agreement, *of, NAMES))
+    return kept.same("agreement", of, partial(Agreement, *of, NAMES, compared=True))
 
 
 def test_the_same_pieces_are_agreed_on_once_in_any_order():

@@ -115,7 +115,8 @@ def test_every_engine_receives_each_part_that_it_keeps_once_and_nothing_else(
     names = st.sampled_from("abc")
     hosts = {rank: data.draw(names) for rank in range(len(ranks))}
     where = {engine: (data.draw(names), mask) for engine, mask in keeps.items()}
-    takes = parts.shared_out(dict(enumerate(ranks)), where, hosts)
+    compared = data.draw(st.booleans())
+    takes = parts.shared_out(dict(enumerate(ranks)), where, hosts, compared=compared)
     got: dict[str, Counter[int]] = {engine: Counter() for engine in keeps}
     for rank in hosts:
         idle = ["e0"] if rank == 0 else []
@@ -152,7 +153,8 @@ def test_a_part_comes_from_the_nearest_rank_and_then_from_the_least_loaded(model
         f"e{n}": ("" if unknown else data.draw(st.sampled_from(names)), parts.mask(layout))
         for n, layout in enumerate(layouts_of_engines)
     }
-    takes, has = parts.shared_out(ranks, engines, hosts), {r: parts.mask(ranks[r]) for r in ranks}
+    takes = parts.shared_out(ranks, engines, hosts, compared=True)
+    has = {rank: parts.mask(layout) for rank, layout in ranks.items()}
     loads, last = Counter[int](), dict[int, int]()
     for part, spec in enumerate(parts.manifest.owned):
         able = [rank for rank in ranks if has[rank][part]]

@@ -14,6 +14,7 @@ from torch import distributed as dist
 from torch.distributed import distributed_c10d as c10d
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from rl_backends.pieces import local_part, pieces_of
 from rl_backends.ranks import ConnectedRanks, RankProcess
@@ -25,7 +26,7 @@ from rl_core.weights.options import DEFAULT_DEADLINE_S
 from rl_core.weights.protocol.timing import TICK_S
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterable, Mapping
 
     from torch import nn
 
@@ -52,6 +53,9 @@ class MeshRanks(ConnectedRanks):
     def __init__(self, members: tuple[int, ...], place: int, model: nn.Module) -> None:
         self.members = members
         self.steps = 0
+        self._changes = 0
+        #: By a shard, torch's count of its changes in the last call.
+        self._counted: WeakTensorKeyDictionary | None = None
         self._key = f"rl-refit/{'-'.join(map(str, members))}/{place}"
         self._store = c10d._get_default_store()
         rank, host = members.index(dist.get_rank()), os.environ.get("MASTER_ADDR", "127.0.0.1")
@@ -66,6 +70,23 @@ class MeshRanks(ConnectedRanks):
                 self.steps += any(id(p) in ours for group in groups for p in group["params"])
 
         self._hook = register_optimizer_step_post_hook(stepped)
+
+    def changes_of(self, tensors: Iterable[torch.Tensor]) -> int:
+        """How often this rank has changed its shards, and optimizers have stepped, by now.
+
+        Torch counts the changes of a shard, but not those that are made through ``tensor.data``. Of
+        all shards, that counts which has changed most since the last call. One that has taken the
+        place of another has changed once, whatever was done to it: FSDP replaces and pads the
+        shards of some ranks, and not those of others.
+        """
+        counted, self._counted = self._counted, WeakTensorKeyDictionary()
+        most = 0
+        for shard in (t._local_tensor for t in tensors if isinstance(t, DTensor)):
+            self._counted[shard] = now = shard._version
+            if counted is not None:
+                most = max(most, now - counted.get(shard, now - 1))  # type: ignore[no-untyped-call]
+        self._changes += most
+        return self.steps + self._changes
 
     def close(self) -> None:
         """See :meth:`ConnectedRanks.close`."""

@@ -161,7 +161,8 @@ class ModuleSender(SendsWeights):
 
             tensors = _without_adapters(model, sharded=True)
             its = DTensorSource(tensors, model, first=ranks.rank == 0)
-            return _Watched(its, tensors.values(), rename, partial(getattr, ranks, "steps"))
+            state = partial(ranks.changes_of, list(tensors.values()))
+            return _Watched(its, tensors.values(), rename, state)
         known = only_answer("weight_source", module=model)
         source = known or NamedTensorSource(_without_adapters(model))
         return _Watched(source, module_tensors(model).values(), rename)

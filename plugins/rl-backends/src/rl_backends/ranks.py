@@ -103,10 +103,10 @@ class RankProcess(msgspec.Struct, frozen=True):
     def in_another_state(self, state: int, first: int) -> LifecycleError:
         """The error for its weights, which are of another state than rank 0's."""
         return LifecycleError(
-            f"{self} is at step or load number {state}, rank 0 at {first}: their weights are not "
-            "parts of one model",
-            fix="load one checkpoint on all ranks, or build the policy again; then look for a call "
-            "that failed on one rank, or that only some ranks made",
+            f"{self} has changed its weights {state} times, rank 0 {first} times: their weights "
+            "are not parts of one model",
+            fix="load one checkpoint on all ranks, into a new module if it is your own, or build "
+            "the policy again; then look for a call that failed on one rank, or that only some made",
             peer=f"rank {self.rank}",
             rank=self.rank,
         )

@@ -368,7 +368,7 @@ class EveryCopySendsItsParts(ShardedReferencePolicy):
             Partition.shared_out = _all_that_each_has  # type: ignore[method-assign]
 
 
-def _all_that_each_has(parts: Partition, layouts: Any, engines: Any, hosts: Any) -> Any:
+def _all_that_each_has(parts: Partition, layouts: Any, engines: Any, hosts: Any, **_: Any) -> Any:
     return {
         rank: {key: bytes(map(min, parts.mask(its), keeps)) for key, (_, keeps) in engines.items()}
         for rank, its in layouts.items()

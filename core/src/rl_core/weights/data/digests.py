@@ -254,16 +254,23 @@ class DigestTable:
         for segment in segments:
             self.known.pop(segment.spec.name, None)
 
-    @property
-    def flat(self) -> bytes:
-        """All digests, in the manifest's order, zeros where unknown."""
-        return b"".join(self.known.get(spec.name, _UNKNOWN) for spec in self._manifest.owned)
+    def flat(self, mask: bytes | None = None) -> bytes:
+        """The digests of all parts or of those with a 1 in ``mask``, zeros where unknown."""
+        owned = self._manifest.owned if mask is None else compress(self._manifest.owned, mask)
+        return b"".join(self.known.get(spec.name, _UNKNOWN) for spec in owned)
+
+    def take(self, digests: bytes, mask: bytes, rank: int) -> None:
+        """Takes what another table of a rank has as ``flat(mask)``."""
+        names = [spec.name for spec in compress(self._manifest.owned, mask)]
+        if len(digests) != len(names) * DIGEST_BYTES:
+            raise RefitProtocolError(f"rank {rank} sent too few digests", rank=rank)
+        for n, name in enumerate(names):
+            self.known[name] = digests[n * DIGEST_BYTES : (n + 1) * DIGEST_BYTES]
 
     def digest(self, mask: bytes) -> str:
         """128-bit hash over the manifest, and the digests of the parts with a 1 in ``mask``."""
-        owned = compress(self._manifest.owned, mask)
-        found = b"".join(self.known.get(spec.name, _UNKNOWN) for spec in owned)
-        return xxhash.xxh3_128_hexdigest(self._manifest.digest.encode() + mask + found)
+        found = self._manifest.digest.encode() + mask + self.flat(mask)
+        return xxhash.xxh3_128_hexdigest(found)
 
 
 def same(held: bytes, now: bytes) -> bytes:

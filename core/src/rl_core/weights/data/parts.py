@@ -359,17 +359,22 @@ class Partition:
         layouts: Mapping[int, Layout],
         engines: Mapping[str, tuple[str, bytes]],
         hosts: Mapping[int, str],
+        *,
+        compared: bool,
     ) -> dict[int, dict[str, bytes]]:
         """By rank of a trainer, for each engine a mask of the parts that it takes from there.
 
         Of the ranks that have a part, engines take it from one on their host. Those that have none
         there all take it from the same one. Of several, it is the rank with the fewest bytes so
-        far, so that none is busier than it has to be.
+        far, so that none is busier than it has to be. If copies are not compared, it is the first
+        rank, so that what an engine gets is one copy, and it is on another host unless all that
+        the engines of a host keep is there.
 
         Args:
             layouts: Of the ranks.
             engines: The host of each, and a mask of the parts that it keeps.
             hosts: Of the ranks.
+            compared: Copies of a part are compared before they count.
         """
         here = {rank: self.mask(layout) for rank, layout in layouts.items()}
         count, loads = len(self.manifest.owned), dict.fromkeys(here, 0)
@@ -377,6 +382,11 @@ class Partition:
         for host, mask in engines.values():
             kept[host] = kept.get(host, 0) | int.from_bytes(mask)
         keeps = {host: mask.to_bytes(count) for host, mask in kept.items()}
+        lack = dict.fromkeys(keeps, b"")  # by host, what its ranks do not have
+        if not compared:
+            for host, mask in keeps.items():
+                there = [has for rank, has in here.items() if hosts.get(rank) == host]
+                lack[host] = without(mask, union([bytes(count), *there]))
         gives = {rank: {host: bytearray(mask) for host in keeps} for rank, mask in here.items()}
         shared: list[tuple[int, list[int]]] = []
         for part, having in enumerate(zip(*here.values(), strict=True) if len(here) > 1 else ()):
@@ -388,10 +398,11 @@ class Partition:
         for part, found in shared:
             far = None  # the rank for all hosts without one that has it
             for host in (host for host, mask in keeps.items() if mask[part]):
-                near = [rank for rank in found if host and hosts.get(rank) == host]
+                alone = bool(host) and not any(lack[host])
+                near = [rank for rank in found if alone and hosts.get(rank) == host]
                 source = None if near else far
                 if source is None:
-                    source = min(near or found, key=loads.__getitem__)
+                    source = min(near or found, key=loads.__getitem__ if compared else int)
                     loads[source] += self.manifest.owned[part].nbytes
                 far = far if near else source
                 for rank in found:

@@ -9,7 +9,7 @@ import msgspec
 from rl_core.interfaces.weights import Box  # noqa: TC001 - msgspec resolves it
 from rl_core.weights.data.parts import LanePlaces
 
-PROTOCOL = 10
+PROTOCOL = 11
 """Version of all that crosses between the two sides, which refuse each other if it differs."""
 
 
@@ -200,7 +200,8 @@ class PartsHashed(_InSession, frozen=True):
 class PrepareRank(_InSession, frozen=True):
     """Rank 0: make your lane.
 
-    ``skip`` has a byte for each part, 1 for those that do not come from you; ``address`` is that of
+    ``skip`` has a byte for each part, 1 for those that do not come from you, ``copies`` 1 for those
+    of which you only make digests, because another rank has them, too. ``address`` is that of
     rank 0's end of the transport, ``readers`` are the receivers that attach to the lane, with the
     ``reads`` of their ``LaneInfo``, and ``gpus`` are the GPUs that each receiver reaches. All else
     is as in a receiver's ``Prepare``.
@@ -209,6 +210,7 @@ class PrepareRank(_InSession, frozen=True):
     dtypes: dict[str, str]
     cuts: dict[int, tuple[tuple[int, ...], ...]]
     skip: bytes
+    copies: bytes
     bucket_bytes: int
     direct: bool
     hash: str
@@ -247,9 +249,13 @@ class ConfirmRank(_InSession, frozen=True):
 
 
 class RankConfirmed(_InSession, frozen=True):
-    """Rank: it is, and ``state`` is still that of my weights."""
+    """Rank: it is, and ``state`` is still that of my weights.
+
+    ``copies`` has the digests of the parts that ``PrepareRank`` names, 16 bytes each.
+    """
 
     state: int
+    copies: bytes = b""
 
 
 class Over(_InSession, frozen=True):

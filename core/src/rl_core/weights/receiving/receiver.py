@@ -656,7 +656,7 @@ class ReceiveJob(Job[ReceiverSession]):
             }
             sound = receiver.known_of == (trainer.keeps, receiver.expected)
             held = {n: d for n, d in receiver.known.items() if sound and n not in sent}
-            holds = DigestTable(parts.manifest, held).flat
+            holds = DigestTable(parts.manifest, held).flat()
         return Ready(
             offer.session,
             trainer.dtypes,

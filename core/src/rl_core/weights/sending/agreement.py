@@ -26,11 +26,13 @@ class Agreement:
         kept: What each engine keeps, by its id.
         hosts: Of the ranks and engines.
         names: What errors call the ranks and the engines.
+        compared: Copies of a part are compared before they count.
 
     Attributes:
         parts: Each of them is in some rank, and in some engine.
         keeps: For each engine, a byte for each part, 1 for those that it keeps.
         takes: For each rank and engine, 1 for those that the engine takes from there.
+        copies: For each rank, 1 for those that another rank has, too; 0s if none are compared.
 
     Raises:
         RefitProtocolError: Somebody has boxes that are in no tensor.
@@ -44,6 +46,7 @@ class Agreement:
         kept: Mapping[str, Layout],
         hosts: Mapping[Any, str],
         names: Mapping[Any, str],
+        compared: bool,
     ) -> None:
         every: dict[Any, Layout] = {**layouts, **kept}
         for peer, layout in every.items():
@@ -51,7 +54,14 @@ class Agreement:
         self.parts = parts = Partition.of(wire, every.values())
         self.keeps = {peer: parts.mask(layout) for peer, layout in kept.items()}
         engines = {peer: (hosts[peer], keeps) for peer, keeps in self.keeps.items()}
-        self.takes = parts.shared_out(layouts, engines, hosts)
+        self.takes = parts.shared_out(layouts, engines, hosts, compared=compared)
+        have = {rank: int.from_bytes(parts.mask(layout)) for rank, layout in layouts.items()}
+        once = twice = 0
+        for mask in have.values() if compared else ():
+            twice |= once & mask
+            once |= mask
+        count = len(parts.manifest.owned)
+        self.copies = {rank: (mask & twice).to_bytes(count) for rank, mask in have.items()}
         owned, wanted = parts.manifest.owned, union(self.keeps.values())
         if lost := [part.name for part, keep in zip(owned, wanted, strict=True) if not keep]:
             raise ManifestMismatchError(

@@ -11,7 +11,7 @@ import torch
 
 from rl_core.errors import RefitPeerError, RefitProtocolError
 from rl_core.weights.connections import Connection
-from rl_core.weights.data.digests import DIGEST_BYTES, BlockHash, DigestTable
+from rl_core.weights.data.digests import BlockHash, DigestTable
 from rl_core.weights.data.parts import Partition
 from rl_core.weights.data.plan import DataMode
 from rl_core.weights.job import Job
@@ -22,8 +22,6 @@ from rl_core.weights.protocol.session import Effect, Perform, Phase, Send
 from rl_core.weights.sending.share import Share
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from rl_core.interfaces.weights import WeightSource
     from rl_core.weights.job import Endpoint
     from rl_core.weights.options import SendOptions
@@ -76,7 +74,9 @@ class RankJob(Job[RankSession]):
         self._channel: Channel
         self._answered = True  # the next Hello opens a connection
         self._verifies = True
-        self._due: Iterator[tuple[int, str]] = iter(())  # buckets that rank 0 will want
+        self._due: list[str] = []  # buckets that rank 0 will want, the next one last
+        self._copies: tuple[bytes, int] | None = None  # of which digests are due; bucket_bytes
+        self._digests = b""  # of these
 
     def refit(self) -> dict[str, Any]:  # noqa: D102
         session = self.session
@@ -107,7 +107,10 @@ class RankJob(Job[RankSession]):
             self._share.close()
 
     def pump(self, timeout_s: float) -> None:  # noqa: D102
-        frame = self._client.receive(timeout_s)
+        waits = self._copies is None or bool(self._due)
+        frame = self._client.receive(timeout_s if waits else 0.0)
+        if frame is None and not waits:
+            self._hash_copies()
         while frame is not None:
             self._answered = True
             try:
@@ -152,21 +155,21 @@ class RankJob(Job[RankSession]):
                 parts = self._cut(message, message.mask)
                 share.parts = parts
                 share.hash = BlockHash.named(message.hash, private=private, token=token)
-                mode, size = DataMode.PACKED, message.bucket_bytes
-                found = share.digests(mode, size, parts, message.mask).flat
-                at = [n * DIGEST_BYTES for n, here in enumerate(message.mask) if here]
-                digests = b"".join(found[n : n + DIGEST_BYTES] for n in at)
+                mask, how = message.mask, (DataMode.PACKED, message.bucket_bytes)
+                digests = share.digests(*how, parts, mask).flat(mask)
                 return messages.PartsHashed(message.session, digests)
             case messages.PrepareRank():
                 return self._prepare(message, share)
             case messages.PackBucket(session, index):
-                due, self.session.at = next(self._due, (None, ""))
-                if index != due:
+                due = len(share.buckets.plan.buckets) - len(self._due)
+                if index != due or not self._due:
                     raise RefitProtocolError(f"rank 0 wants bucket {index}, expected {due}")
+                self.session.at = self._due.pop()
                 return messages.BucketPacked(session, index, share.put(index))
             case messages.ConfirmRank(session):
+                self._hash_copies()
                 share.source.confirm()
-                return messages.RankConfirmed(session, share.source.state)
+                return messages.RankConfirmed(session, share.source.state, self._digests)
         raise RefitProtocolError(f"rank 0 sent {type(message).__name__}")
 
     def _prepare(self, message: messages.PrepareRank, share: Share) -> messages.RankPrepared:
@@ -177,7 +180,10 @@ class RankJob(Job[RankSession]):
             connections.close(transport)
             end = self.endpoint.runtime.transport(transport).rank(message.address)
             connection = connections[transport] = Connection(end, message.address)
-        end, parts = connection.end, self._cut(message, message.skip, *message.readers.values())
+        end, parts = (
+            connection.end,
+            self._cut(message, message.skip, message.copies, *message.readers.values()),
+        )
         share.parts, share.connection, share.readers = parts, connection, message.readers
         share.hash = BlockHash.named(message.hash, private=end.private, token=message.token)
         share.device = end.lane_device(share.own, message.gpus)
@@ -187,11 +193,19 @@ class RankJob(Job[RankSession]):
         table = DigestTable(parts.manifest) if self._verifies else None
         buckets = share.prepare(mode, message.bucket_bytes, message.skip, table)
         buckets.lane.ends = self.session.deadline
-        self._due = enumerate([bucket.name for bucket in buckets.plan.buckets])
+        self._due = [bucket.name for bucket in reversed(buckets.plan.buckets)]
+        self._copies = message.copies, message.bucket_bytes
         plan, ref, places = buckets.plan.digest, dict(buckets.lane.ref), share.places(mode)
         return messages.RankPrepared(
             message.session, plan, ref, places, extra_bytes=share.extra_bytes
         )
+
+    def _hash_copies(self) -> None:
+        """Makes the digests of parts that others send, once this rank has packed its own."""
+        if self._copies is not None and self._share is not None:
+            (mask, size), self._copies = self._copies, None
+            parts = self._share.parts
+            self._digests = self._share.digests(DataMode.PACKED, size, parts, mask).flat(mask)
 
     def _cut(self, message: messages.HashParts | messages.PrepareRank, *masks: bytes) -> Partition:
         assert self._share is not None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import secrets
+from collections import Counter
 from functools import partial
 from itertools import compress
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -108,7 +109,7 @@ class SendJob(Job[SenderSession]):
         self._channels: dict[str, Channel] = {}
         self._unreachable: list[str] = []
         self._table: DigestTable | None = None
-        self._tables: dict[int, DigestTable] = {}  # by rank, all of one table
+        self._tables: dict[int, DigestTable] = {}  # by rank, what it found
         self._fallback: str | None = None
         self._steps: Steps[list[Effect]] | None = None
         # What receivers want decides on these; they are set with the plan.
@@ -116,9 +117,12 @@ class SendJob(Job[SenderSession]):
         self._dtypes: dict[str, str]
         self._wire: WeightManifest
         self._layouts: dict[int, Layout]  # by rank
+        self._agreed: Agreement
         self._parts: Partition
         self._keeps: dict[str, bytes]  # by connection
         self._takes: dict[int, dict[str, bytes]]  # by rank and connection, what comes from it
+        self._copies: dict[int, bytes] = {}  # by rank, what it hashes without sending it
+        self._compared = (0, 0.0)  # bytes and seconds
         self._plans: dict[int, TransferPlan] = {}  # by rank
         self._extra_bytes = 0
         self._reported_at = endpoint.runtime.clock()
@@ -343,8 +347,10 @@ class SendJob(Job[SenderSession]):
         hosts |= {rank: its.host.partition(" ")[0] for rank, its in ranks.items()}
         hosts[0] = self._ranks.host.partition(" ")[0] if self._ranks is not None else ""
         of = (self._wire, self._layouts, keeps, hosts)
-        agreed = kept.same("agreement", of, partial(Agreement, *of, names))
-        self._parts = share.parts = agreed.parts
+        make = partial(Agreement, *of, names, self.options.verify != "none")
+        agreed = kept.same("agreement", (*of, self.options.verify), make)
+        self._agreed, self._parts = agreed, agreed.parts
+        share.parts = agreed.parts
         self._keeps = {key: agreed.keeps[peers[key].receiver] for key in ready}
         self._takes = {
             rank: {key: its[peers[key].receiver] for key in ready}
@@ -390,7 +396,7 @@ class SendJob(Job[SenderSession]):
         mode = DataMode.DIRECT if direct else DataMode.PACKED
         size = self.options.bucket_for(self._share.device, mode)
         table, everything = DigestTable(parts.manifest), b"\1" * len(parts.manifest.owned)
-        once = parts.shared_out(self._layouts, {"": ("", everything)}, {})
+        once = parts.shared_out(self._layouts, {"": ("", everything)}, {}, compared=True)
         gives = {rank: its[""] for rank, its in once.items()}
         questions = {
             rank: messages.HashParts(
@@ -409,12 +415,7 @@ class SendJob(Job[SenderSession]):
         asked = self._ask(questions, messages.PartsHashed)
         table.known.update(self._share.digests(mode, size, parts, gives[0]).known)
         for rank, answer in (yield asked).items():
-            names = [part.name for part in compress(parts.manifest.owned, gives[rank])]
-            found = answer.digests
-            if len(found) != len(names) * DIGEST_BYTES:
-                raise RefitProtocolError(f"rank {rank} sent too few digests", rank=rank)
-            for n, name in enumerate(names):
-                table.known[name] = found[n * DIGEST_BYTES : (n + 1) * DIGEST_BYTES]
+            table.take(answer.digests, gives[rank], rank)
         if self._same and self._kept.committed_parts in (None, parts):
             self._check_same(table)  # before an engine, which may serve, is written to
         return table
@@ -423,7 +424,7 @@ class SendJob(Job[SenderSession]):
         """A byte for each part, 1 for those that no engine needs; empty if all are needed."""
         masks, now = list(self._keeps.values()), b""
         if self._table is not None and self._table.known:
-            now = self._table.flat
+            now = self._table.flat()
             held = [self._holds(answer) for answer in self._ready.values()]
             masks = [without(keeps, same(its, now)) for keeps, its in zip(masks, held, strict=True)]
         skip = without(b"\1" * len(masks[0]), union(masks))
@@ -443,12 +444,15 @@ class SendJob(Job[SenderSession]):
         for rank, takes in self._takes.items():
             of_all = () if rank else idle
             skips[rank], readers[rank] = readers_of(takes, skip, first=rank, idle=of_all)
+        for rank, both in self._agreed.copies.items():  # what it sends is hashed on the way
+            self._copies[rank] = without(both, without(both, skips[rank])) if skips[rank] else b""
         questions = {
             rank: messages.PrepareRank(
                 self.session.offer.session,
                 self._dtypes,
                 dict(self._parts.cuts),
                 skips[rank],
+                self._copies[rank],
                 size,
                 direct,
                 self._share.hash.kind,
@@ -461,9 +465,12 @@ class SendJob(Job[SenderSession]):
             for rank in self.session.ranks
         }
 
+        if self._table is not None:
+            manifest = self._parts.manifest
+            self._tables = {rank: DigestTable(manifest) for rank in self._layouts}
         asked = self._ask(questions, messages.RankPrepared)
         self._share.readers = {ids[key]: reads for key, reads in readers[0].items()}
-        buckets = self._share.prepare(mode, size, skips[0], self._table)
+        buckets = self._share.prepare(mode, size, skips[0], self._tables.get(0))
         buckets.lane.ends = self.session.deadline
         self._plans = {0: buckets.plan}
         answers = yield asked
@@ -501,9 +508,6 @@ class SendJob(Job[SenderSession]):
                 self._share.hash.kind,
             )
         self._plans = {rank: plan for rank, plan in self._plans.items() if readers[rank]}
-        if self._table is not None:
-            known, manifest = self._table.known, self._parts.manifest
-            self._tables = {rank: DigestTable(manifest, known) for rank in self._plans}
         sizes = {rank: (len(plan.buckets), plan.window) for rank, plan in self._plans.items()}
         return self.session.planned(prepares, sizes)
 
@@ -511,18 +515,59 @@ class SendJob(Job[SenderSession]):
 
     def _confirm(self) -> Steps[list[Effect]]:
         """Sees that what was sent is of one state, on all ranks; then engines seal."""
-        confirm = messages.ConfirmRank(self.session.offer.session)
+        clock, share, copies = self.endpoint.runtime.clock, self._share, self._copies
+        begun, confirm = clock(), messages.ConfirmRank(self.session.offer.session)
         asked = self._ask(dict.fromkeys(self.session.ranks, confirm), messages.RankConfirmed)
-        self._share.source.confirm()
+        if any(copies[0]):
+            size = self.options.bucket_for(share.device, share.buckets.plan.mode)
+            own = share.digests(DataMode.PACKED, size, self._parts, copies[0])
+            self._tables[0].known.update(own.known)
+        share.source.confirm()
         for rank, answer in (yield asked).items():
             assert self._ranks is not None
-            self._ranks.check_state(rank, answer.state, self._share.source.state)
+            self._ranks.check_state(rank, answer.state, share.source.state)
+            if self._tables:
+                self._tables[rank].take(answer.copies, copies[rank], rank)
+        if any(map(any, copies.values())):
+            owned = self._parts.manifest.owned
+            nbytes = sum(part.nbytes for mask in copies.values() for part in compress(owned, mask))
+            self._compared = nbytes, clock() - begun
+        if self._table is not None:
+            self._table.known.update(self._found())
         if self._same and self._kept.committed_parts in (None, self._parts):
             self._check_same(self._table)  # of other parts, `confirm` alone knows that they stayed
         table = self._table
         return self.session.confirmed(
             {key: "" if table is None else table.digest(m) for key, m in self._keeps.items()}
         )
+
+    def _found(self) -> dict[str, bytes]:
+        """The digest of every part that some rank has sent or compared.
+
+        Raises:
+            LifecycleError: Two ranks have other values of the same part; names one of them.
+        """
+        found: dict[str, bytes] = {}
+        for table in self._tables.values():
+            for name, digest in table.known.items():
+                if found.setdefault(name, digest) == digest:
+                    continue
+                values = {n: t.known[name] for n, t in self._tables.items() if name in t.known}
+                # The one of several that is alone; of two it is the later one.
+                alone = Counter(values.values())
+                odd = min(reversed(values), key=lambda rank: alone[values[rank]])
+                other = next(rank for rank in values if values[rank] != values[odd])
+                assert self._ranks is not None
+                names = self._ranks.names
+                raise LifecycleError(
+                    f"{names[odd]} has other values of {name} than {names[other]}: each of them "
+                    "has a copy, and copies must be equal",
+                    fix="load one checkpoint on all ranks; then look for a step, a learning rate "
+                    "or a change by hand that not all of them had",
+                    peer=f"rank {odd}",
+                    rank=odd,
+                )
+        return found
 
     def _check_version(self) -> None:
         """Decides whether the version is a committed one, whose weights must be the same."""
@@ -587,6 +632,8 @@ class SendJob(Job[SenderSession]):
             cast=len(self._dtypes),
             buckets=sum(len(plan.buckets) for plan in plans),
             receivers=self.options.receivers,
+            compared_bytes=self._compared[0],
+            compared_seconds=self._compared[1],
             transport=self.options.transport,
             mode=self._share.buckets.plan.mode.value,
             verify=self.options.verify,
