@@ -106,7 +106,7 @@ class RankProcess(msgspec.Struct, frozen=True):
             f"{self} has changed its weights {state} times, rank 0 {first} times: their weights "
             "are not parts of one model",
             fix="load one checkpoint on all ranks, into a new module if it is your own, or build "
-            "the policy again; then look for a call that failed on one rank, or that only some made",
+            "the policy again; then look for a call that failed or was not made on one rank",
             peer=f"rank {self.rank}",
             rank=self.rank,
         )

@@ -74,7 +74,8 @@ class RankJob(Job[RankSession]):
         self._channel: Channel
         self._answered = True  # the next Hello opens a connection
         self._verifies = True
-        self._due: list[str] = []  # buckets that rank 0 will want, the next one last
+        self._buckets: list[str] = []  # that rank 0 will want
+        self._packed = 0  # of these
         self._copies: tuple[bytes, int] | None = None  # of which digests are due; bucket_bytes
         self._digests = b""  # of these
 
@@ -107,7 +108,7 @@ class RankJob(Job[RankSession]):
             self._share.close()
 
     def pump(self, timeout_s: float) -> None:  # noqa: D102
-        waits = self._copies is None or bool(self._due)
+        waits = self._copies is None or self._packed < len(self._buckets)
         frame = self._client.receive(timeout_s if waits else 0.0)
         if frame is None and not waits:
             self._hash_copies()
@@ -161,10 +162,11 @@ class RankJob(Job[RankSession]):
             case messages.PrepareRank():
                 return self._prepare(message, share)
             case messages.PackBucket(session, index):
-                due = len(share.buckets.plan.buckets) - len(self._due)
-                if index != due or not self._due:
+                if index != self._packed or index >= len(self._buckets):
+                    due = f"{self._packed} of {len(self._buckets)}"
                     raise RefitProtocolError(f"rank 0 wants bucket {index}, expected {due}")
-                self.session.at = self._due.pop()
+                self.session.at = self._buckets[index]
+                self._packed += 1
                 return messages.BucketPacked(session, index, share.put(index))
             case messages.ConfirmRank(session):
                 self._hash_copies()
@@ -193,7 +195,8 @@ class RankJob(Job[RankSession]):
         table = DigestTable(parts.manifest) if self._verifies else None
         buckets = share.prepare(mode, message.bucket_bytes, message.skip, table)
         buckets.lane.ends = self.session.deadline
-        self._due = [bucket.name for bucket in reversed(buckets.plan.buckets)]
+        self._buckets = [bucket.name for bucket in buckets.plan.buckets]
+        self._packed = 0
         self._copies = message.copies, message.bucket_bytes
         plan, ref, places = buckets.plan.digest, dict(buckets.lane.ref), share.places(mode)
         return messages.RankPrepared(
