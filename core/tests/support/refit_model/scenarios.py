@@ -135,6 +135,7 @@ def _full() -> dict[str, Scenario]:
     found["two ranks, pause T"] = RANKS_PAUSE_T
     for fault in ("crash T", "crash T1", "crash E0", "step T1", "quit T1"):
         found[f"two ranks, two engines, {fault}"] = replace(RANKS, faults=(fault,))
+    found["two ranks, two engines, drift T1"] = replace(RANKS, faults=("drift T1",), copies=True)
     for party in ("T", "T1", "E0"):
         faults = (f"pause {party}", "silence")
         found[f"two ranks, two engines, pause {party}"] = replace(RANKS, faults=faults)
