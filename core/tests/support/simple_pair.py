@@ -20,6 +20,7 @@ from rl_core.weights import RefitReport, refit
 from rl_core.weights.data.manifest import WeightManifest
 from rl_core.weights.data.parts import LanePlaces
 from rl_core.weights.data.plan import ALIGN
+from rl_core.weights.data.runs import flat
 from rl_core.weights.job import Runtime
 
 Tensors = dict[str, torch.Tensor]
@@ -289,4 +290,4 @@ def same(left: Tensors, right: Tensors) -> bool:
 
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+    return flat(tensor.contiguous()).view(torch.uint8)

@@ -59,6 +59,27 @@ def test_every_kind_of_tensor_arrives_bit_for_bit(keep, verify, kind):
     assert report.version == engine.receiver.version == trainer.sender.version == 1
 
 
+@pytest.mark.parametrize("kind", [DictSink, InPlaceSink])
+@pytest.mark.parametrize(
+    "options", [{"verify": "none"}, {"delta": True}, {"mode": "packed"}, {"isolation": "staged"}]
+)
+def test_tensors_whose_strides_mean_nothing_arrive(keep, options, kind):
+    """Torch calls them contiguous, whatever the stride of a dimension of size 1."""
+    shapes = {"one": ((1,), (2,)), "row": ((1, 3), (9, 1)), "ones": ((1, 1), (5, 7))}
+
+    def tensors(value: float) -> dict[str, torch.Tensor]:
+        base = torch.full((9,), value)
+        return {n: base.clone().as_strided(*given) for n, given in shapes.items()}
+
+    trainer = keep(Trainer(tensors(1.0), at_home=True))
+    engine = keep(Engine(tensors(0.0), kind=kind))
+    for value in (2.0, 3.0):
+        trainer.source.tensor = tensors(value)
+        go(trainer, engine, **{"verify": "installed"} | options)
+        assert same(trainer.source.tensor, tensors(value))
+        assert all(tensor.eq(value).all() for tensor in engine.sink.tensor.values())
+
+
 @pytest.mark.usefixtures("either_device")
 def test_floats_are_rounded_to_an_engine_that_casts_before_they_travel(keep):
     tensors = {"w": torch.randn(100, 7), "b": torch.randn(7), "n": torch.arange(3)}

@@ -8,6 +8,7 @@ import torch
 
 from rl_core.errors import RefitProtocolError
 from rl_core.interfaces import TensorSpec, WeightSink
+from rl_core.weights.data.runs import flat
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
@@ -36,7 +37,7 @@ class RemoteSink(WeightSink):
 
     def write(self, name: str, offset: int, data: torch.Tensor, *, of: TensorSpec) -> None:
         """See :meth:`WeightSink.write`."""
-        run = data.detach().to("cpu", of.torch_dtype).contiguous().view(-1).view(torch.uint8)
+        run = flat(data.to("cpu", of.torch_dtype).contiguous()).view(torch.uint8)
         self._receiver.write(name, offset, bytes(run.numpy()))
 
     def read(self, names: Iterable[str]) -> Iterator[tuple[str, torch.Tensor | None]]:

@@ -18,6 +18,7 @@ import torch
 from rl_core.batch import BatchedDataDict
 from rl_core.batch.data_dict import SlicedDataDict
 from rl_core.errors import DataError
+from rl_core.weights.data.runs import flat
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -151,10 +152,9 @@ def _dtype_of(name: str) -> torch.dtype:
 
 
 def _tensor_bytes(tensor: torch.Tensor) -> bytes:
-    there = tensor.detach().to("cpu").contiguous()
-    flat = there.view(-1).view(torch.uint8) if there.dim() else there.view(1).view(torch.uint8)
+    there = tensor.cpu().contiguous()
     head = [str(there.dtype).removeprefix("torch."), list(there.shape)]
-    return msgspec.msgpack.encode([*head, flat.numpy().tobytes()])
+    return msgspec.msgpack.encode([*head, flat(there).view(torch.uint8).numpy().tobytes()])
 
 
 def _extension(code: int, data: memoryview) -> Any:

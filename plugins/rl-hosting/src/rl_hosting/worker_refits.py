@@ -13,6 +13,7 @@ import torch
 from rl_core.errors import CapabilityError
 from rl_core.plugins.discovery import load_object
 from rl_core.weights import DEFAULT_DEADLINE_S, RefitReceiver
+from rl_core.weights.data.runs import flat
 from rl_hosting._messages import Reply, Request, decode, encode, error_reply
 from rl_hosting._timing import REFIT_REPORT_S
 from rl_hosting.cluster.remote_error import encode_error
@@ -213,8 +214,8 @@ class WorkerRefits:
         answer: list[Any] = []
         for box, (_, tensor) in zip(boxes, sink.read([name]), strict=True):
             if tensor is not None:
-                flat = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8)
-            answer.append((box, None if tensor is None else bytes(flat.numpy())))
+                run = flat(tensor.cpu().contiguous()).view(torch.uint8)
+            answer.append((box, None if tensor is None else bytes(run.numpy())))
         return answer
 
     def write(self, name: str, offset: int, data: bytes) -> None:

@@ -17,6 +17,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from rl_core.errors import CheckpointError
+from rl_core.weights.data.runs import flat
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -135,8 +136,7 @@ class _TensorFile:
 
     def add(self, tensor: torch.Tensor) -> None:
         """The next tensor."""
-        flat = tensor.detach().cpu().contiguous().reshape(-1)
-        self._write(flat.view(torch.uint8).numpy().data)
+        self._write(flat(tensor.cpu().contiguous()).view(torch.uint8).numpy().data)
 
     def _write(self, data: bytes | memoryview) -> None:
         if self.failed is None:

@@ -36,7 +36,7 @@ import xxhash
 
 from rl_core.errors import RefitProtocolError
 from rl_core.weights.data.plan import BLOCK
-from rl_core.weights.data.runs import copy_run, is_plain
+from rl_core.weights.data.runs import copy_run, flat, is_plain
 from rl_core.weights.gpu import fold as _fold
 
 if TYPE_CHECKING:
@@ -166,7 +166,7 @@ class Hasher:
 
 def as_view(data: torch.Tensor) -> memoryview:
     """The bytes of a contiguous tensor on the CPU."""
-    array: Any = data.detach().reshape(-1).view(torch.uint8).numpy()  # no buffer to 3.11's types
+    array: Any = flat(data).view(torch.uint8).numpy()  # no buffer to 3.11's types
     return memoryview(array)
 
 
@@ -227,7 +227,7 @@ class TensorHasher:
         return found
 
     def _hasher(self, tensors: Iterable[torch.Tensor]) -> Hasher:
-        runs = [tensor.detach().reshape(-1).view(torch.uint8) for tensor in tensors]
+        runs = [flat(tensor).view(torch.uint8) for tensor in tensors]
         return Hasher(runs, self._hash, self._block)
 
 

@@ -9,12 +9,20 @@ if TYPE_CHECKING:
 
     import torch
 
-__all__ = ["copy_run", "is_plain", "write_run"]
+__all__ = ["copy_run", "flat", "is_plain", "write_run"]
 
 
 def is_plain(tensor: torch.Tensor) -> bool:
     """Whether the bytes in its memory, one after another, are its elements."""
     return tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
+
+
+def flat(tensor: torch.Tensor) -> torch.Tensor:
+    """The elements of a plain tensor in its own memory, 1-D, which can be viewed as bytes.
+
+    Torch keeps the stride of a dimension of size 1, whatever it is, and takes no such view of it.
+    """
+    return tensor.detach().as_strided((tensor.numel(),), (1,))
 
 
 def copy_run(target: torch.Tensor, source: torch.Tensor, offset: int) -> None:

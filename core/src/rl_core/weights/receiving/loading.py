@@ -21,7 +21,7 @@ from rl_core.weights.data.digests import (
 )
 from rl_core.weights.data.parts import box_of, layout_of, lying, narrowed, runs_in, sizes_of
 from rl_core.weights.data.plan import ALIGN
-from rl_core.weights.data.runs import copy_run, is_plain, write_run
+from rl_core.weights.data.runs import copy_run, flat, is_plain, write_run
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -335,7 +335,7 @@ def _elements(place: torch.Tensor | None, run: _Run) -> torch.Tensor:
     """The elements of a run, 1-D, where the engine has its part in one piece."""
     assert place is not None
     count = (run.stop - run.start) // run.segment.spec.torch_dtype.itemsize
-    return place.view(-1)[run.offset : run.offset + count]
+    return flat(place)[run.offset : run.offset + count]
 
 
 def check_apart(pieces: Iterable[Piece], owner: Callable[[str], str] = str) -> None:

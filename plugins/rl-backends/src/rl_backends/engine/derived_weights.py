@@ -28,6 +28,7 @@ from torch import nn
 
 from rl_core.errors import CapabilityError
 from rl_core.weights.data.digests import BlockHash, Hasher, tensor_digest
+from rl_core.weights.data.runs import flat
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Iterator
@@ -441,6 +442,6 @@ def digest_of(tensor: torch.Tensor) -> bytes:
     """A fingerprint of a tensor's elements."""
     if tensor.layout is not torch.strided or tensor.is_meta:
         return repr((tensor.layout, tensor.shape)).encode()
-    flat = tensor.detach().contiguous().view(-1)
-    block_hash = BlockHash.choose(flat.device, private=True, token="")
-    return tensor_digest(Hasher([flat.view(torch.uint8)], block_hash).digests())
+    run = flat(tensor.contiguous()).view(torch.uint8)
+    block_hash = BlockHash.choose(run.device, private=True, token="")
+    return tensor_digest(Hasher([run], block_hash).digests())
