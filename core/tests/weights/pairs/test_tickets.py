@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 from simple_pair import SOON, Engine, Replicas, blank, go
 
 from rl_core.errors import (
     ConfigError,
+    RefitAborted,
     RefitError,
 )
 
@@ -33,3 +36,19 @@ def test_a_ticket_that_nobody_takes_ends_at_its_deadline(pair):
     with pytest.raises(RefitError, match="DISCOVER"):
         job.future.result(SOON)
     assert go(trainer, engine).version == 1
+
+
+def test_a_ticket_that_was_taken_is_refused_at_once(pair):
+    """Also once it is not the last one, and it does not set the engine back."""
+    trainer, engine = pair
+    tickets = []
+    for _ in range(2):
+        tickets.append(ticket(trainer))
+        assert engine.update_weights(tickets[-1])
+    began = time.monotonic()
+    for taken in tickets:
+        with pytest.raises(RefitAborted, match="already requested"):
+            engine.update_weights(taken)
+    assert time.monotonic() - began < SOON / 2
+    assert engine.receiver.number == trainer.sender.number == 2
+    assert engine.update_weights(ticket(trainer))

@@ -125,6 +125,8 @@ class RefitReceiver(Endpoint["ReceiveJob"]):
         self._prepared: tuple[int, WeightSink] | None = None  # changes before, its sink
         self.expected: WeightManifest | None = None
         self._trainer: SenderInfo | None = None
+        # By a trainer's token, the last refit that was requested by number: it offers none twice.
+        self._taken: dict[str, int] = {}
         self._looked = 0.0
 
     # -- what the engine has ----------------------------------------------------------------------
@@ -193,7 +195,7 @@ class RefitReceiver(Endpoint["ReceiveJob"]):
             for job in self.waiting():
                 job.superseded = "prepare_refit_info was called again"
             before, self._trainer = self._trainer, trainer
-            self.number = info["number"] - 1
+            self.number = max(info["number"] - 1, self._taken.get(trainer.token, 0))
             self._prepared = changes, sink
         if before is not None and before.token != trainer.token:
             # The earlier trainer may have died after its last refit, so that nobody cleaned up.
@@ -237,14 +239,17 @@ class RefitReceiver(Endpoint["ReceiveJob"]):
         with self.asking:
             self.check_open()
             check_deadline(deadline_s)
-            if number is None:
-                self._prepared = None  # it may be from long ago
-            number = self.number = self.next_number(number)
+            given, number = number, self.next_number(number)
+            self.number = number
             if (trainer := self._trainer) is None:
                 raise LifecycleError(
                     f"{self.name} does not know its trainer yet",
                     fix="call prepare_refit_info(policy.prepare_refit_info()) first",
                 )
+            if given is None:
+                self._prepared = None  # it may be from long ago
+            else:
+                self._taken[trainer.token] = number
             try:
                 trainer.address_of(transport, self.name)
             except LifecycleError as error:
