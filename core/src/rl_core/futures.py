@@ -5,13 +5,14 @@ from __future__ import annotations
 import concurrent.futures
 import functools
 import math
+import os
 import threading
 import time
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from rl_core.errors import DeadlineError
+from rl_core.errors import DeadlineError, RefitError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Sequence
@@ -103,6 +104,9 @@ def spawn(
         name: Of the thread.
         function: Its result, or error, is the future's.
         stop: Asks the function to end; what the future's ``cancel`` does.
+
+    Raises:
+        RefitError: No thread can be started; nothing runs.
     """
     future = _Running[T](stop)
 
@@ -114,7 +118,13 @@ def spawn(
         else:
             future.set_result(result)
 
-    threading.Thread(target=run, name=name, daemon=True).start()
+    try:
+        threading.Thread(target=run, name=name, daemon=True).start()
+    except RuntimeError as error:
+        raise RefitError(
+            f"process {os.getpid()} cannot start the thread {name}: {error}",
+            fix="raise its limits (ulimit -u, ulimit -v), or end other threads",
+        ) from error
     return future
 
 

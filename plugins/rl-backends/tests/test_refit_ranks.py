@@ -164,6 +164,10 @@ class Ranks:
     def send_weights(self, **options: Any) -> list[Any]:
         return [join_ranks([f for rank in self.ranks for f in rank.send_weights(**options)])]
 
+    def cancel_refit(self, number: int) -> None:
+        for rank in self.ranks:
+            rank.cancel_refit(number)
+
     def close(self) -> None:
         for rank in self.ranks:
             rank.shutdown()
@@ -248,6 +252,38 @@ def test_a_rank_that_fails_is_named_and_the_next_refit_works(
     trainer.ranks[-1].at = lambda name: None
     assert trainer.closed() == [[1]] * len(trainer.ranks)
     go(trainer, engine)
+    assert same(engine.sink.tensor, trainer.ranks[0].tensors)
+
+
+@pytest.mark.parametrize("trainer", [2], indirect=True)
+def test_each_thread_that_cannot_be_started_is_an_error_that_leaves_nothing(
+    trainer: Ranks, engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start, left = threading.Thread.start, 0
+
+    def scarce(thread: threading.Thread) -> None:
+        nonlocal left
+        left -= 1
+        if left == 0:
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", scarce)
+    ends = [engine.receiver, *(rank._sender for rank in trainer.ranks)]
+    refused = 0
+    while left <= 0:
+        left = refused = refused + 1
+        try:
+            go(trainer, engine)
+        except RefitError as error:
+            assert "cannot start the thread" in str(error)
+            assert "ulimit -u" in str(error.fix)
+        until(lambda: not any(end.jobs for end in ends), "the end of all calls")
+        assert all(part.closed == 1 for rank in trainer.ranks for part in rank.parts[:-1])
+    assert refused > 2 + len(trainer.ranks)
+    left = 0
+    go(trainer, engine)
+    assert {closed for of_rank in trainer.closed() for closed in of_rank} == {1}
     assert same(engine.sink.tensor, trainer.ranks[0].tensors)
 
 

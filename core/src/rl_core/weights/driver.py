@@ -206,10 +206,10 @@ def _attempt(
     except BaseException:  # its other ranks may wait already
         _cancel(policy, [], number)
         raise
-    sending = policy.send_weights(**asdict(replace(chosen, number=number)))
-    receiving, results = list[Any](), list[Any]()
+    sending, receiving, results = list[Any](), list[Any](), list[Any]()
     failure: RLError | None = None
     try:
+        sending = policy.send_weights(**asdict(replace(chosen, number=number)))
         for call in map(as_concurrent, sending):
             if call.done():  # it could not begin, and raises the cause
                 call.result()

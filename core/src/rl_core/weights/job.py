@@ -71,10 +71,16 @@ class Endpoint(ABC, Generic[J]):
 
     def start(self, job: J) -> concurrent.futures.Future[dict[str, Any]]:
         """Lets a refit begin as soon as the one that runs has ended; those that wait end."""
-        for older in self.waiting():
-            older.superseded = "a newer refit was requested"
+        waiting = self.waiting()
         self.jobs.append(job)
-        job.future = self.runtime.spawn(f"refit-{self.name}", job.run, job.cancel)
+        try:
+            job.future = self.runtime.spawn(f"refit-{self.name}", job.run, job.cancel)
+        except BaseException:
+            self.jobs.remove(job)
+            job.release_resources()
+            raise
+        for older in waiting:
+            older.superseded = "a newer refit was requested"
         return job.future
 
     def cancel(self, number: int) -> bool:

@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from rl_core.errors import LifecycleError, RefitPeerError, RefitProtocolError
+from rl_core.errors import LifecycleError, RefitError, RefitPeerError, RefitProtocolError
+from rl_core.futures import spawn
 from rl_core.weights.options import DEFAULT_DEADLINE_S
 from rl_core.weights.protocol.frames import Channel, read_hello
 from rl_core.weights.protocol.messages import Abort
@@ -231,8 +232,9 @@ class ConnectedRanks(Ranks):
                 del self._ends[old], self._absent[old]
             self._until = time.monotonic() + DEFAULT_DEADLINE_S
             if self._absent[number] and not self._sees_off:
-                self._sees_off = True
-                threading.Thread(target=self._see_off, name="refit-late", daemon=True).start()
+                with suppress(RefitError):  # else the next refit answers who comes late
+                    spawn("refit-late", self._see_off)
+                    self._sees_off = True
 
     def close(self) -> None:
         with self._turn:

@@ -32,9 +32,11 @@ from rl_core.errors import (
     ConfigError,
     DeadlineError,
     LifecycleError,
+    RefitError,
     RefitPeerError,
     RefitProtocolError,
 )
+from rl_core.futures import spawn
 from rl_core.weights.protocol.timing import HELLO_S, REFUSAL_S
 from rl_core.weights.transports.base import CPU, ReceiverEnd, SenderEnd, Transport, refuse_options
 from rl_core.weights.transports.control import ControlClient, ControlServer
@@ -337,7 +339,8 @@ class CollectiveReceiver(ControlClient, ReceiverEnd):
                     store.set(_REFUSED, why[:_REFUSAL_CHARS])
 
         ends = time.monotonic() + REFUSAL_S
-        threading.Thread(target=repeat, name="rl-refit-refuse", daemon=True).start()
+        with suppress(RefitError):  # of a lack of threads: the sender waits until its deadline
+            spawn("rl-refit-refuse", repeat)
 
     def connect(self, address: Mapping[str, Any]) -> None:
         """See :meth:`ReceiverEnd.connect`.

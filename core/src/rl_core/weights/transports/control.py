@@ -11,13 +11,13 @@ from __future__ import annotations
 
 import os
 import resource
-import threading
 import time
 import weakref
 
 import zmq
 
 from rl_core.errors import RefitError
+from rl_core.futures import spawn
 from rl_core.weights.protocol.frames import MAX_FRAME_BYTES
 from rl_core.weights.protocol.timing import HEARTBEAT_S, LINGER_S, SILENCE_S
 
@@ -62,14 +62,12 @@ def require_room(*, first: bool = False) -> None:
         while len(taken) < _SPARE:
             taken.append(os.open(os.devnull, os.O_RDONLY))
         if first:
-            thread = threading.Thread(target=bool, name="rl-refit-room")
-            thread.start()
-            thread.join()
-    except (OSError, RuntimeError, ValueError) as error:
+            spawn("rl-refit-room", bool).result()
+    except (OSError, ValueError) as error:
         raise RefitError(
-            f"process {os.getpid()} is at a limit: a refit needs {_SPARE} free file descriptors "
-            f"and a new thread: {error}",
-            fix="raise its limits (ulimit -n, ulimit -u, ulimit -v), or close files",
+            f"process {os.getpid()} is at a limit: a refit needs {_SPARE} free file descriptors: "
+            f"{error}",
+            fix="raise its limit (ulimit -n), or close files",
         ) from error
     finally:
         for descriptor in taken:
