@@ -270,17 +270,17 @@ def test_each_thread_that_cannot_be_started_is_an_error_that_leaves_nothing(
 
     monkeypatch.setattr(threading.Thread, "start", scarce)
     ends = [engine.receiver, *(rank._sender for rank in trainer.ranks)]
-    refused = 0
+    refused, told = 0, list[str]()
     while left <= 0:
         left = refused = refused + 1
         try:
             go(trainer, engine)
         except RefitError as error:
-            assert "cannot start the thread" in str(error)
-            assert "ulimit -u" in str(error.fix)
+            told.append(str(error))
         until(lambda: not any(end.jobs for end in ends), "the end of all calls")
         assert all(part.closed == 1 for rank in trainer.ranks for part in rank.parts[:-1])
-    assert refused > 2 + len(trainer.ranks)
+    assert len(told) >= 2 + len(trainer.ranks)
+    assert all("cannot start the thread" in text for text in told)
     left = 0
     go(trainer, engine)
     assert {closed for of_rank in trainer.closed() for closed in of_rank} == {1}

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     from rl_core.weights.data.plan import DataMode
-    from rl_core.weights.transports.base import Lane, ReceiverEnd, SenderEnd
+    from rl_core.weights.transports.base import Lane, RankEnd, ReceiverEnd
 
 
 class Views(Protocol):
@@ -20,7 +20,7 @@ class Views(Protocol):
         """Drops all views of the lane, so that its memory is unmapped."""
 
 
-E = TypeVar("E", bound="SenderEnd | ReceiverEnd")
+E = TypeVar("E", bound="RankEnd | ReceiverEnd")
 B = TypeVar("B", bound=Views)
 K = TypeVar("K")
 V = TypeVar("V")

@@ -9,6 +9,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from transport_processes import ReceivingProcess, SendingProcess
 
 from rl_core.errors import ConfigError, RefitError, RefitPeerError, RefitProtocolError
 from rl_core.weights.protocol.frames import MAX_FRAME_BYTES
+from rl_core.weights.transports.base import CPU, SenderEnd
 from rl_core.weights.transports.control import ControlClient, ControlServer
 from rl_core.weights.transports.ipc import IPC
 from rl_core.weights.transports.memory import SharedRegion
@@ -263,6 +265,13 @@ def test_the_socket_is_private_and_goes_with_its_owner(temporary):
     sender.close()
     sender.close()
     assert not directory.exists()
+
+
+def test_the_end_of_another_rank_makes_lanes_and_has_no_socket(temporary):
+    with closing(IPC.rank({})) as end, closing(end.lane(8, CPU, [])) as lane:
+        assert not list(temporary.iterdir())
+        assert not isinstance(end, SenderEnd)
+        assert lane.data.numel() == 8
 
 
 def test_a_sender_that_is_dropped_leaves_no_directory(temporary):

@@ -38,7 +38,14 @@ from rl_core.errors import (
 )
 from rl_core.futures import spawn
 from rl_core.weights.protocol.timing import HELLO_S, REFUSAL_S
-from rl_core.weights.transports.base import CPU, ReceiverEnd, SenderEnd, Transport, refuse_options
+from rl_core.weights.transports.base import (
+    CPU,
+    RankEnd,
+    ReceiverEnd,
+    SenderEnd,
+    Transport,
+    refuse_options,
+)
 from rl_core.weights.transports.control import ControlClient, ControlServer
 from rl_core.weights.transports.cuda import uuid_of
 
@@ -209,7 +216,7 @@ class CollectiveSender(ControlServer, SenderEnd):
         return text
 
     def lane_device(self, device: torch.device, gpus: Sequence[Sequence[str]]) -> torch.device:
-        """See :meth:`SenderEnd.lane_device`: NCCL needs a separate GPU for every member.
+        """See :meth:`RankEnd.lane_device`: NCCL needs a separate GPU for every member.
 
         Raises:
             ConfigError: ``backend`` is NCCL, and there are not so many.
@@ -227,7 +234,7 @@ class CollectiveSender(ControlServer, SenderEnd):
         super().close()
 
 
-class CollectiveRank(SenderEnd):
+class CollectiveRank(RankEnd):
     """Where another rank of the trainer makes its lanes: each is a group of it and the receivers.
 
     Args:
@@ -239,7 +246,6 @@ class CollectiveRank(SenderEnd):
 
     def __init__(self, address: Mapping[str, Any]) -> None:
         where = _address(address)
-        self.address = address
         self._backend = where.backend
         self._meeting = _Meeting(where.ip, where.port)
         try:
@@ -262,18 +268,6 @@ class CollectiveRank(SenderEnd):
     ) -> GroupLane:
         """See :meth:`CollectiveSender.lane`."""
         return self._meeting.open(nbytes, device, receivers)
-
-    def receive(self, timeout_s: float) -> list[tuple[str, bytes]]:
-        """Nothing: rank 0 alone exchanges messages with receivers."""
-        return []
-
-    def send(self, key: str, frame: bytes) -> bool:
-        """False, as :meth:`receive`."""
-        return False
-
-    def departed(self) -> list[str]:
-        """None, as :meth:`receive`."""
-        return []
 
     def close(self) -> None:
         self._meeting.close()

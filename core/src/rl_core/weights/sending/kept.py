@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from rl_core.weights.data.digests import BlockHash, DigestTable
     from rl_core.weights.data.parts import Partition
     from rl_core.weights.sending.packing import SenderBuckets
-    from rl_core.weights.transports.base import Lane, SenderEnd
+    from rl_core.weights.transports.base import Lane
 
 __all__ = ["Kept"]
 
@@ -39,7 +39,7 @@ class Kept:
         committed_hash: What they were made with.
         committed_parts: What they are of.
         moved: The tensors that engines read where they are.
-        connections: Those of each transport that was used.
+        connections: Those of each transport that was used: of a RankEnd, on rank 0 a SenderEnd.
     """
 
     def __init__(self) -> None:
@@ -50,7 +50,7 @@ class Kept:
         self.committed_hash: BlockHash | None = None
         self.committed_parts: Partition | None = None
         self.moved = SharedTensors()
-        self.connections: Connections[SenderEnd, SenderBuckets] = Connections()
+        self.connections: Connections[Any, SenderBuckets] = Connections()
         self._manifest: WeightManifest | None = None
         self._made: dict[Any, tuple[object, Any]] = {}
 
@@ -72,7 +72,7 @@ class Kept:
 
     def lane(
         self,
-        connection: Connection[SenderEnd],
+        connection: Connection[Any],
         mode: DataMode,
         sizes: range,
         device: torch.device,
@@ -86,9 +86,9 @@ class Kept:
                 return lane
             self.connections.close_lanes(lambda _, other: other is lane)
         direct = mode is DataMode.DIRECT
-        lane = connection.end.lane(sizes.start, device, receivers, direct=direct)
-        connection.lanes[mode, 0] = lane
-        return lane
+        made: Lane = connection.end.lane(sizes.start, device, receivers, direct=direct)
+        connection.lanes[mode, 0] = made
+        return made
 
     def drop_lanes_after_failure(self) -> None:
         """Closes lanes that a receiver may still read which did not hear of the failure.

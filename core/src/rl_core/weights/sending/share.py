@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from rl_core.weights.data.digests import BlockHash
     from rl_core.weights.data.parts import Layout, Partition
     from rl_core.weights.sending.kept import Kept
-    from rl_core.weights.transports.base import Lane, SenderEnd
+    from rl_core.weights.transports.base import Lane
 
 __all__ = ["Share"]
 
@@ -56,7 +56,7 @@ class Share:
     own: torch.device
     _pieces: Sequence[Piece] | None
     _lying: list[Any]
-    connection: Connection[SenderEnd]
+    connection: Connection[Any]
     device: torch.device
     readers: Mapping[str, bytes]
     parts: Partition

@@ -28,7 +28,16 @@ if TYPE_CHECKING:
 
 CPU = torch.device("cpu")
 
-__all__ = ["CPU", "Lane", "NoLane", "ReceiverEnd", "SenderEnd", "Transport", "refuse_options"]
+__all__ = [
+    "CPU",
+    "Lane",
+    "NoLane",
+    "RankEnd",
+    "ReceiverEnd",
+    "SenderEnd",
+    "Transport",
+    "refuse_options",
+]
 
 
 class Lane(ABC):
@@ -125,46 +134,18 @@ class NoLane(Lane):
         """There is nothing to close."""
 
 
-class SenderEnd(ABC):
-    """The sender's end of a transport, for any number of receivers over its whole life.
+class RankEnd(ABC):
+    """Where a rank of the trainer makes its lanes.
 
     Attributes:
-        address: Plain data from which receivers connect; travels in ``prepare_refit_info``.
         reads_memory: Receivers read the sender's own memory: what ``direct`` needs.
         private: Only this user's processes on this host reach a lane's bytes.
         reason_not_shareable: Why it cannot share memory of the GPU, see :meth:`lane_device`.
     """
 
     reason_not_shareable: str | None = None
-    address: Mapping[str, Any]
     reads_memory: ClassVar[bool] = False
     private: ClassVar[bool] = False
-
-    @abstractmethod
-    def receive(self, timeout_s: float) -> list[tuple[str, bytes]]:
-        """Frames that are there, each with its connection; waits for the first."""
-
-    @abstractmethod
-    def send(self, key: str, frame: bytes) -> bool:
-        """Sends to one connection; False if it was lost."""
-
-    @abstractmethod
-    def departed(self) -> list[str]:
-        """Connections that were lost since the last call."""
-
-    def refused(self) -> str | None:
-        """Why a receiver that cannot connect here will not come; None if no receiver sent that."""
-        return None
-
-    def check_room(self) -> None:
-        """Raises RefitError if this process lacks what connections of receivers take."""
-
-    def rendezvous(self, deadline_s: float) -> None:
-        """Waits for the receivers that :attr:`address` alone does not bring here.
-
-        Raises:
-            DeadlineError: Names who is missing.
-        """
 
     def lane_device(self, device: torch.device, gpus: Sequence[Sequence[str]]) -> torch.device:
         """Where a lane is made for tensors on ``device``.
@@ -199,6 +180,42 @@ class SenderEnd(ABC):
     @abstractmethod
     def close(self) -> None:
         """Ends everything and leaves nothing behind. Idempotent."""
+
+
+class SenderEnd(RankEnd):
+    """Rank 0's end, which also exchanges messages with any number of receivers.
+
+    Attributes:
+        address: Plain data from which receivers connect; travels in ``prepare_refit_info``.
+    """
+
+    address: Mapping[str, Any]
+
+    @abstractmethod
+    def receive(self, timeout_s: float) -> list[tuple[str, bytes]]:
+        """Frames that are there, each with its connection; waits for the first."""
+
+    @abstractmethod
+    def send(self, key: str, frame: bytes) -> bool:
+        """Sends to one connection; False if it was lost."""
+
+    @abstractmethod
+    def departed(self) -> list[str]:
+        """Connections that were lost since the last call."""
+
+    def refused(self) -> str | None:
+        """Why a receiver that cannot connect here will not come; None if no receiver sent that."""
+        return None
+
+    def check_room(self) -> None:
+        """Raises RefitError if this process lacks what connections of receivers take."""
+
+    def rendezvous(self, deadline_s: float) -> None:
+        """Waits for the receivers that :attr:`address` alone does not bring here.
+
+        Raises:
+            DeadlineError: Names who is missing.
+        """
 
 
 class ReceiverEnd(ABC):
@@ -285,13 +302,13 @@ class Transport(ABC):
             RefitProtocolError: The address is malformed.
         """
 
-    def rank(self, address: Mapping[str, Any]) -> SenderEnd:
-        """An end at which another rank of the trainer makes lanes, and nothing else.
+    @abstractmethod
+    def rank(self, address: Mapping[str, Any]) -> RankEnd:
+        """The end of another rank of the trainer.
 
         Args:
             address: :attr:`SenderEnd.address` of rank 0.
         """
-        return self.sender()
 
     def remove_leftovers(self, address: Mapping[str, Any]) -> None:
         """Removes what a sender that was killed left behind there; nothing of one that lives.

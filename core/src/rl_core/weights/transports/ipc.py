@@ -21,7 +21,14 @@ import msgspec
 
 from rl_core.errors import RefitError, RefitPeerError, RefitProtocolError
 from rl_core.weights.protocol.timing import EXIT_VISIBLE_S
-from rl_core.weights.transports.base import CPU, ReceiverEnd, SenderEnd, Transport, refuse_options
+from rl_core.weights.transports.base import (
+    CPU,
+    RankEnd,
+    ReceiverEnd,
+    SenderEnd,
+    Transport,
+    refuse_options,
+)
 from rl_core.weights.transports.control import ControlClient, ControlServer
 from rl_core.weights.transports.cuda import CudaRegion, uuid_of
 from rl_core.weights.transports.memory import SharedRegion
@@ -33,7 +40,7 @@ if TYPE_CHECKING:
 
     from rl_core.weights.transports.base import Lane
 
-__all__ = ["IPC", "IpcReceiver", "IpcSender", "boot_id"]
+__all__ = ["IPC", "IpcRank", "IpcReceiver", "IpcSender", "boot_id"]
 
 _PREFIX = "rl-refit-"
 _SCHEME = "ipc://"
@@ -46,11 +53,36 @@ class _Address(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     endpoint: str
 
 
-class IpcSender(ControlServer, SenderEnd):
-    """The sender's end, in a directory that this user alone can enter."""
+class IpcRank(RankEnd):
+    """Makes memory that processes share, and has no socket."""
 
     reads_memory = True
     private = True
+
+    def lane_device(self, device: torch.device, gpus: Sequence[Sequence[str]]) -> torch.device:
+        """See :meth:`RankEnd.lane_device`: all receivers must see the very GPU."""
+        uuid, self.reason_not_shareable = uuid_of(device), None
+        if uuid is None or not all(uuid in seen for seen in gpus):
+            return CPU
+        try:
+            CudaRegion.create(1, device).close()
+        except RefitError as error:
+            self.reason_not_shareable = error.message
+        return CPU if self.reason_not_shareable else device
+
+    def lane(
+        self, nbytes: int, device: torch.device, receivers: Sequence[str], *, direct: bool = False
+    ) -> Lane:
+        if device.type == "cuda":
+            return CudaRegion.create(nbytes, device)
+        return SharedRegion.create(nbytes, grows=direct)
+
+    def close(self) -> None:
+        """There is nothing to close."""
+
+
+class IpcSender(ControlServer, IpcRank, SenderEnd):
+    """Rank 0's end, with its socket in a directory that this user alone can enter."""
 
     def __init__(self) -> None:
         # Another host that has this directory, too, cannot see whether a sender of this one lives.
@@ -75,24 +107,6 @@ class IpcSender(ControlServer, SenderEnd):
             self._remove()
             raise
         self.address = {"endpoint": self.endpoint}
-
-    def lane_device(self, device: torch.device, gpus: Sequence[Sequence[str]]) -> torch.device:
-        """See :meth:`SenderEnd.lane_device`: all receivers must see the very GPU."""
-        uuid, self.reason_not_shareable = uuid_of(device), None
-        if uuid is None or not all(uuid in seen for seen in gpus):
-            return CPU
-        try:
-            CudaRegion.create(1, device).close()
-        except RefitError as error:
-            self.reason_not_shareable = error.message
-        return CPU if self.reason_not_shareable else device
-
-    def lane(
-        self, nbytes: int, device: torch.device, receivers: Sequence[str], *, direct: bool = False
-    ) -> Lane:
-        if device.type == "cuda":
-            return CudaRegion.create(nbytes, device)
-        return SharedRegion.create(nbytes, grows=direct)
 
     def close(self) -> None:
         super().close()
@@ -143,6 +157,9 @@ class _Ipc(Transport):
     def sender(self, **options: Any) -> IpcSender:
         refuse_options("the ipc transport", options)
         return IpcSender()
+
+    def rank(self, address: Mapping[str, Any]) -> IpcRank:
+        return IpcRank()
 
     def receiver(self, address: Mapping[str, Any], **options: Any) -> IpcReceiver:
         refuse_options("the ipc transport", options)
