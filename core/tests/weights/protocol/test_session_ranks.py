@@ -320,8 +320,10 @@ def at_another(number: int) -> Abort:
     return Abort("", "RefitAborted", "the trainer is elsewhere", number)
 
 
-def test_a_rank_that_is_behind_joins_the_refit_that_is_on():
+@pytest.mark.parametrize("counted", [1, 4])
+def test_a_rank_that_counted_otherwise_joins_the_refit_that_is_on(counted: int):
     rank = rank_at("discover")
+    rank._hello = msgspec.structs.replace(rank._hello, number=counted)
     assert rank.receive(at_another(3)) == [Send(msgspec.structs.replace(RANK_HELLOS[1], number=3))]
     assert (rank.number, rank.leader_number, rank.met) == (3, 3, False)
     assert rank.receive(OFFER) == [Perform(OFFER)]

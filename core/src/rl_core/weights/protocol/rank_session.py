@@ -89,11 +89,11 @@ class RankSession(PeerSession):
         if isinstance(message, messages.Abort) and message.number and not self._session:
             # One of the two made a call that the other did not.
             self.leader_number = message.number
-            if message.number < self.number:
-                return []  # its next one may be this rank's
             if self._counted:
                 self._hello = msgspec.structs.replace(self._hello, number=message.number)
                 return self.start()
+            if message.number < self.number:
+                return []  # its next one may be this rank's
         if isinstance(message, messages.Abort) and ours:
             text, _, fix = message.message.partition("\nFix: ")
             error = RefitAborted(
