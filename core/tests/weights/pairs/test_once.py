@@ -198,7 +198,7 @@ def test_a_public_address_is_taken_only_if_it_is_given(pair, found, given, where
 def test_a_directory_that_holds_no_socket_hinders_no_other_transport(
     both, monkeypatch, tmp_path, there
 ):
-    trainer, _ = both
+    trainer, engine = both
     deep = tmp_path / ("x" * 120)
     if there:
         deep.mkdir()
@@ -207,6 +207,9 @@ def test_a_directory_that_holds_no_socket_hinders_no_other_transport(
     assert info["addresses"] == {}
     with pytest.raises(RefitError, match="TMPDIR"):
         trainer.sender.send().result(SOON)
+    engine.prepare_refit_info(info)
+    with pytest.raises(LifecycleError, match=r"cannot (create|be bound)[^\0]*TMPDIR"):
+        engine.receiver.receive()
 
 
 # -- what is kept, and for how long ----------------------------------------------------------------

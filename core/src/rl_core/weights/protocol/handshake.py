@@ -28,6 +28,7 @@ class _Info(msgspec.Struct, frozen=True):
     token: str
     addresses: dict[str, dict[str, Any]]
     number: Annotated[int, msgspec.Meta(ge=1, le=1 << 62)]
+    lacks: dict[str, str] = {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +39,7 @@ class SenderInfo:
         manifest: Its tensors.
         token: The secret that frames are authenticated with.
         addresses: By transport, the address of its end.
+        lacks: By transport, why it has no end.
         dtypes: What the engine wants instead, by tensor.
         wire: The manifest in the dtypes that travel.
         keeps: The boxes that the engine keeps.
@@ -46,6 +48,7 @@ class SenderInfo:
     manifest: WeightManifest
     token: str
     addresses: dict[str, dict[str, Any]]
+    lacks: dict[str, str]
     dtypes: dict[str, str]
     wire: WeightManifest
     keeps: Layout
@@ -59,11 +62,11 @@ class SenderInfo:
         """The address of its end of a transport; ``name`` is who asks."""
         if transport not in self.addresses:
             offered = ", ".join(self.addresses) or "nothing"
+            why, _, fix = self.lacks.get(transport, "it was not opened").partition("\nFix: ")
             raise LifecycleError(
-                f"{name}: the trainer offers the transports {offered}, not {transport}",
-                fix="open it on both sides (init_collective), then call prepare_refit_info again"
-                if transport != "ipc"
-                else "set the trainer's TMPDIR to a short path on a local disk",
+                f"{name}: the trainer offers the transports {offered}, not {transport}: {why}",
+                fix=fix
+                or "open it on both sides (init_collective), then call prepare_refit_info again",
             )
         return self.addresses[transport]
 
@@ -109,7 +112,7 @@ def trainer_of(
         )
     dtypes, keeps = compare_with(manifest)
     wire = manifest.cast(dtypes, last.wire if last else None)
-    return SenderInfo(manifest, theirs.token, theirs.addresses, dtypes, wire, keeps)
+    return SenderInfo(manifest, theirs.token, theirs.addresses, theirs.lacks, dtypes, wire, keeps)
 
 
 @cache

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import concurrent.futures
-from contextlib import closing, suppress
+from contextlib import closing
 from typing import TYPE_CHECKING, Any
 
 from rl_core.errors import RefitError
@@ -83,13 +83,17 @@ class RefitSender(Endpoint[SendJob | RankJob]):
             self._drop_described()
             self._described = self._source()
             manifest = self.kept.manifest_of(self._described)
-            with suppress(RefitError):  # who uses another transport does not need this one
+            lacks = {}
+            try:
                 self.connection(_LOCAL)
+            except RefitError as error:  # who uses another transport does not need this one
+                lacks[_LOCAL] = str(error)
             return {
                 **introduction(manifest, self.kept.token),
                 "number": self.number + 1,
                 "host": default_address(),
                 "port": free_port(),
+                "lacks": lacks,
                 "addresses": {n: dict(c.end.address) for n, c in self.kept.connections.items()},
             }
 
