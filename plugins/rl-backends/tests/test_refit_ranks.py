@@ -256,6 +256,24 @@ def test_a_rank_that_fails_is_named_and_the_next_refit_works(
 
 
 @pytest.mark.parametrize("trainer", [2], indirect=True)
+@pytest.mark.parametrize("where", ["open", "half", "confirm", "write"])
+def test_who_was_busy_itself_until_after_the_deadline_blames_nobody_else(
+    trainer: Ranks, engine: Engine, where: str
+) -> None:
+    go(trainer, engine)
+    trainer.ranks[0].at = lambda name: time.sleep(1.8 * (name == where))
+    if where == "write":
+        engine.sink.on[where] = lambda: time.sleep(1.8 * bool(engine.sink.on.pop(where)))
+    engine.prepare_refit_info(trainer.prepare_refit_info())
+    sending, _ = (rank.send_weights(deadline_s=1.0)[0] for rank in trainer.ranks)
+    [receiving] = engine.receive_weights(deadline_s=1.0)
+    error = (receiving if where == "write" else sending).exception(SOON)
+    assert isinstance(error, RefitError)
+    assert f"own weight {'sink' if where == 'write' else 'source'} kept it busy" in str(error)
+    assert error.details.get("rank", 0) == 0
+
+
+@pytest.mark.parametrize("trainer", [2], indirect=True)
 def test_each_thread_that_cannot_be_started_is_an_error_that_leaves_nothing(
     trainer: Ranks, engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:

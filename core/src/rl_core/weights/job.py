@@ -20,7 +20,7 @@ from rl_core.futures import spawn
 from rl_core.weights.engine_lock import exclusively
 from rl_core.weights.options import DEFAULT_DEADLINE_S
 from rl_core.weights.protocol.session import IN_STEP_AGAIN, Phase, Session
-from rl_core.weights.protocol.timing import EXIT_GRACE_S, TICK_S
+from rl_core.weights.protocol.timing import BUSY_S, EXIT_GRACE_S, TICK_S
 from rl_core.weights.transports import find_transport
 
 if TYPE_CHECKING:
@@ -157,6 +157,7 @@ class Job(ABC, Generic[S]):
         self.cancelled: str | None = None
         self.superseded: str | None = None
         self.future: concurrent.futures.Future[dict[str, Any]] | None = None
+        self._heard = time.monotonic()  # when it last looked at its messages
         # A thread begins with GPU 0 as the current one, whichever its maker used.
         cuda = device.type == "cuda"
         self._on_gpu = torch.cuda.device(device) if cuda else nullcontext()
@@ -209,18 +210,28 @@ class Job(ABC, Generic[S]):
         looked = 0.0
         while not self.session.phase.terminal:
             try:
-                self.pump(TICK_S)
+                self.hear(TICK_S)
                 if self.given_up or time.monotonic() - looked > TICK_S:
                     self.look()
                     looked = time.monotonic()
             except BaseException as error:  # of the transport; it tells the peers if it can
                 self.perform(self.session.fail(error))
 
+    def hear(self, timeout_s: float) -> None:
+        """Pumps, and notes that this side looked at its messages."""
+        self._heard = time.monotonic()
+        self.pump(timeout_s)
+
     def look(self) -> None:
-        """Notices cancellation, dead peers and deadlines."""
+        """Notices cancellation, dead peers and deadlines.
+
+        What the others sent while this side was busy is not read yet, so they are not called late.
+        """
         try:
-            self._check_wanted()
-            effects = self.lost_peers() or self.session.tick()
+            busy = time.monotonic() - self._heard > BUSY_S
+            if not (effects := self.session.overdue() if busy else []):
+                self._check_wanted()
+                effects = self.lost_peers() or ([] if busy else self.session.tick())
         except RefitAborted as error:
             effects = self.session.fail(error)
         self.perform(effects)

@@ -84,8 +84,8 @@ def product_in_hand() -> ExitStack:
     stack.enter_context(
         threads_in_hand([n for n in modules if n not in with_clock], with_clock=with_clock)
     )
-    # Whether to look is asked of this clock, which always says yes.
-    enter(_job, "time", types.SimpleNamespace(monotonic=lambda: float(next(ticks))))
+    # Whether to look is asked of this clock, which always says yes, and never that a side was busy.
+    enter(_job, "time", types.SimpleNamespace(monotonic=lambda: next(ticks) / 10))
     # They divide by seconds, of which none pass here.
     enter(_send_job.SendJob, "_report", lambda *given: types.SimpleNamespace(as_dict=dict))
     report = types.SimpleNamespace(as_dict=dict, taken_over=[])

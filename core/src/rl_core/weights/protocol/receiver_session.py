@@ -40,6 +40,7 @@ class ReceiverSession(PeerSession):
     than COMMITTED, which is then ABORTED and never TORN.
     """
 
+    OWN: ClassVar[str] = "weight sink"
     #: What may arrive in each phase. ``Abort`` is legal in all of them; everything else ends the
     #: session: ABORTED if nothing was written, else TORN.
     TABLE: ClassVar[dict[tuple[Phase, type], str]] = {

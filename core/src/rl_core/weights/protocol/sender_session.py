@@ -489,6 +489,10 @@ class SenderSession(Session):
             who.append(f"{absent} of {self._receivers} receivers")
         return ", ".join(who)
 
+    @property
+    def _rank(self) -> dict[str, int]:
+        return {"rank": 0} if self._names else {}
+
     def _hint(self) -> str:
         return f"; meanwhile: {self._noise}" if self._noise else ""
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from rl_core import errors
 from rl_core.errors import (
@@ -180,9 +180,12 @@ class Session(ABC):
         phase: Where the session is.
         at: What is being transferred, for errors; set by the job.
         held_up: What on this side keeps the session waiting, for errors; set by the job.
+        OWN: What of this side keeps it busy.
         error: Why it failed, once it has.
         phase_seconds: Time spent in each phase that was left.
     """
+
+    OWN: ClassVar[str] = "weight source"
 
     def __init__(self, deadline_s: float, clock: Callable[[], float]) -> None:
         self.phase = Phase.DISCOVER
@@ -229,6 +232,19 @@ class Session(ABC):
             )
         )
 
+    def overdue(self) -> list[Effect]:
+        """Ends the session if its deadline passed while this side alone was busy."""
+        if self.remaining_s:
+            return []
+        return self.fail(
+            RefitError(
+                f"{self.where}: this process's own {self.OWN} kept it busy until after the "
+                f"deadline of {self._seconds:g} s",
+                fix="find out what it does (py-spy dump), or raise deadline_s",
+                **self._rank,
+            )
+        )
+
     @abstractmethod
     def fail(self, error: BaseException) -> list[Effect]:
         """Ends the session for a reason on this side, and tells the others."""
@@ -240,6 +256,11 @@ class Session(ABC):
     @abstractmethod
     def _awaited(self) -> str:
         """Who keeps the session waiting."""
+
+    @property
+    def _rank(self) -> dict[str, int]:
+        """Which rank of several this one is, for errors."""
+        return {}
 
     def _hint(self) -> str:
         """What else may help to find out why nobody answered."""

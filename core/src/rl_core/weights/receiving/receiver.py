@@ -401,6 +401,7 @@ class ReceiveJob(Job[ReceiverSession]):
             found = receiver.find_sender(self._connection, session.remaining_s)
             while not found.done() and not self.given_up and session.remaining_s:
                 concurrent.futures.wait([found], TICK_S)
+                self._heard = time.monotonic()  # the sender is late, not this side
             if not found.done():
                 self.look()
             else:
@@ -517,7 +518,7 @@ class ReceiveJob(Job[ReceiverSession]):
         session.held_up = "generation"
         try:
             while not acquire(timeout=TICK_S):
-                self.pump(0.0)
+                self.hear(0.0)
                 self.look()
                 if session.phase.terminal:
                     return False

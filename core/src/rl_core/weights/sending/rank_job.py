@@ -87,7 +87,9 @@ class RankJob(Job[RankSession]):
                     self._share.source.open(self.number, session.remaining_s)
             except Exception as error:  # it is the answer to rank 0's Offer
                 session.failed = error
-            self.perform(session.start())
+            self.perform(session.overdue())
+            if not session.phase.terminal:
+                self.perform(session.start())
             self.endpoint.runtime.drive(self)
         finally:
             if self.endpoint.number == self.number and self.options.number is None:

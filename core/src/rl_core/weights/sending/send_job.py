@@ -154,6 +154,7 @@ class SendJob(Job[SenderSession]):
                 try:
                     self._check_version()
                     self._share.source.open(self.number, session.remaining_s)
+                    self.perform(session.overdue())
                     if self._ranks is not None:
                         self._ranks.begin(self.number)
                 except BaseException as error:
