@@ -10,6 +10,7 @@ from rl_backends.tensors import (
     NamedTensorSink,
     NamedTensorSource,
     module_tensors,
+    same_bytes,
     tensor_specs,
 )
 from rl_core.errors import RefitProtocolError
@@ -28,6 +29,14 @@ class Odd(nn.Module):
         self.frozen = nn.Parameter(torch.randn(2), requires_grad=False)
         self.register_buffer("kept", torch.arange(3))
         self.register_buffer("derived", torch.arange(3), persistent=False)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_tensors_are_compared_by_their_bytes(dtype):
+    one = torch.tensor([[0.0, torch.nan], [1.0, 2.0]]).to(dtype).t()  # with strides
+    assert same_bytes(one, one.contiguous())
+    assert not same_bytes(one, -one)
+    assert not same_bytes(one[0, 0], -one[0, 0])
 
 
 def source_of(module: nn.Module) -> NamedTensorSource:

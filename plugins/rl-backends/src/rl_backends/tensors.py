@@ -25,15 +25,28 @@ __all__ = [
     "NamedTensorSource",
     "dtype_name",
     "module_tensors",
+    "same_bytes",
     "tensor_specs",
     "whole_pieces",
 ]
+
+
+#: By size, dtypes as which elements are compared.
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def module_tensors(module: nn.Module) -> dict[str, torch.Tensor]:
     """Parameters and persistent buffers under their names; tied names share one object."""
     state = module.state_dict(keep_vars=True)
     return {name: value for name, value in state.items() if isinstance(value, torch.Tensor)}
+
+
+def same_bytes(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two tensors of one dtype have the same bytes.
+
+    With ``torch.equal`` no NaN would be what it was, and 0.0 would be -0.0.
+    """
+    return torch.equal(*(t.view(_INTEGERS[t.element_size()]) for t in (one, other)))
 
 
 def dtype_name(dtype: torch.dtype) -> str:

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from rl_backends.engine.derived_weights import LoadWatch, find_watch
+from rl_backends.tensors import same_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -50,7 +51,7 @@ class DerivedTensors:
         self.renew()
         for path, old in before.items():
             held = self._tensors[path][2]
-            if not torch.equal(held, old):
+            if not same_bytes(held, old):
                 held.copy_(old)
                 del self._tensors[path]
         self.renewed = list(self._tensors)

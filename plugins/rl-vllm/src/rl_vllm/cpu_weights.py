@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from vllm.model_executor.layers import utils
 
+from rl_backends.tensors import same_bytes
 from rl_core.errors import RefitCorrupted
 
 if TYPE_CHECKING:
@@ -139,11 +140,12 @@ def check_packed(model: nn.Module) -> None:
         ours = torch.nn.functional.linear(probe, weight).float()
         theirs = module.cpu_linear(probe, weight, None).float()
         size = max(1.0, float(ours.abs().max()))
-        if not (ours - theirs).abs().max() <= _TOLERANCE.get(weight.dtype, 5e-2) * size:
+        near = _TOLERANCE.get(weight.dtype, 5e-2) * size
+        if not torch.allclose(theirs, ours, 0, near, equal_nan=True):
             raise _not_what_was_written(name)
     for name, layer in _layers_of_experts(model).items():
         for key, weight in _packed_experts(layer).items():
-            if not torch.equal(weight, getattr(layer, key).packed):
+            if not same_bytes(weight, getattr(layer, key).packed):
                 raise _not_what_was_written(f"{name}.{key}")
 
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
+from rl_backends.tensors import same_bytes
 from rl_core.interfaces import Piece
 
 if TYPE_CHECKING:
@@ -139,7 +140,7 @@ class Region(NamedTuple):
     def fill(self, whole: torch.Tensor) -> bool:
         """Takes what it was loaded with; False if that is not what the engine computed with."""
         self.write(0, whole.flatten())
-        filled = torch.equal(self.computed, self.target)
+        filled = same_bytes(self.computed, self.target)
         if not filled:
             self.place.zero_()
         return filled

@@ -17,7 +17,7 @@ from rl_backends.engine.loader import regions_of
 from rl_backends.engine.rearranged import RearrangedLayers
 from rl_backends.engine.regions import Region, count_elements
 from rl_backends.modalities import model_on_meta
-from rl_backends.tensors import module_tensors, tensor_specs
+from rl_backends.tensors import module_tensors, same_bytes, tensor_specs
 from rl_core.errors import CapabilityError, ConfigError, RefitCorrupted
 from rl_core.interfaces import Piece, TensorSpec, WeightSink
 
@@ -284,7 +284,7 @@ class LoadedWeights:
                 yield from ((name, piece.tensor) for piece in kept)
                 continue
             regions = self.regions[owner]
-            if not all(torch.equal(r.computed, r.target) for r in regions if r.steps):
+            if not all(same_bytes(r.computed, r.target) for r in regions if r.steps):
                 raise RefitCorrupted(
                     f"{name}: the engine has other values than its loader computes of this tensor",
                     fix="if the engine has had no refit, what it was loaded with is not known: "
