@@ -24,7 +24,7 @@ from rl_backends.generation.rows import Row
 from rl_conformance.models import make_tiny_model
 from rl_core import create_generation, create_policy, refit
 from rl_core.batch import BatchedDataDict
-from rl_core.errors import RLError, WeightsTornError, WorkerDiedError
+from rl_core.errors import PluginError, RLError, WeightsTornError, WorkerDiedError
 from rl_core.weights.protocol.frames import Channel
 from rl_core.weights.protocol.messages import BucketReady
 from rl_hosting.server.row_stream import RowStream
@@ -169,6 +169,23 @@ def test_refits_reach_the_server_and_a_later_client_waits_for_its_own(
         ours.generate(prompts([5]))
     for one in (later, policy):
         one.shutdown()
+
+
+def test_nan_is_an_error_until_the_next_refit(pair: Any, server: RealServer) -> None:
+    ours, theirs = pair(max_new_tokens=16)
+    policy = create_policy({"backend": "hf", "model_name": str(server.model)})
+    weight = policy.model.model.layers[0].mlp.down_proj.weight.data
+    kept = weight.clone()
+    weight[3, 5] = torch.nan  # so that keys and values of the next layer are NaN
+    refit(policy, ours)
+    with pytest.raises(PluginError, match="not finite, with weights of version 1"):
+        ours.generate(prompts(*ROWS), greedy=True)
+    weight.copy_(kept)
+    for _ in range(2):
+        refit(policy, ours, verify="installed")
+        after = ours.generate(prompts(*ROWS), greedy=True)
+        assert_agree(after, theirs.generate(prompts(*ROWS), greedy=True))
+    policy.shutdown()
 
 
 def request_of_another(

@@ -233,7 +233,7 @@ class FakeSglangServer:
                 return
             if reason is None and (len(ids) - 1) % params["stream_interval"]:
                 continue
-            logprob = float("nan") if self.fault == "nan" else -1.0
+            logprob = None if self.fault == "nan" else -1.0
             new = ids[sent:] if self.server_info.get("incremental_streaming_output") else ids
             sent = len(ids)
             logprobs = [[logprob, token, None] for token in new]

@@ -76,10 +76,12 @@ async def answer_client(set_state: Callable[..., Any], manager: Any, request: An
 
 
 def watch_and_init(init: Callable[..., None], scheduler: Any, *args: Any, **kwargs: Any) -> None:
-    """Watches how the scheduler's part of the model is loaded."""
+    """Watches how the scheduler's part of the model is loaded, and what it computes."""
     from rl_sglang.loading import watch_loading
+    from rl_sglang.nan_watch import watch_rows
 
     watch_loading()
+    watch_rows()
     scheduler.rl_refits = Refits(scheduler)
     init(scheduler, *args, **kwargs)
 

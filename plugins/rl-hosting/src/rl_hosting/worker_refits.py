@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import torch
 
+from rl_backends.engine.nan_watch import NAN_WATCH
 from rl_core.errors import CapabilityError
 from rl_core.plugins.discovery import load_object
 from rl_core.weights import DEFAULT_DEADLINE_S, RefitReceiver
@@ -78,7 +79,8 @@ class WorkerRefits:
         self._shared = shared
         self._sink = sink
         self._news = threading.Event()
-        self._receiver = RefitReceiver(sink, name=name, lock=threading.Lock())
+        lock, committed = threading.Lock(), NAN_WATCH.committed
+        self._receiver = RefitReceiver(sink, name=name, lock=lock, on_commit=committed)
         self._leases: dict[str, _Lease] = {}
         self._futures: dict[str, concurrent.futures.Future[Any]] = {}
         self._deadline_s = DEFAULT_DEADLINE_S  # of the refit that began last

@@ -53,6 +53,8 @@ PRIVATE: dict[str, str] = {
     "positions that SGLang reads",
     "LogitsProcessor._compute_lm_head, modules of srt.layers.activation, cos_sin_cache of rotary "
     "positions": "compared with transformers when an engine is built",
+    "ModelRunner.forward, .token_to_kv_pool, KVCache": "NaN in rows, and the memory of the cache, "
+    "which is cleared after them",
     "ModelRunner.attn_backend, .req_to_token_pool, .token_to_kv_pool_allocator, ForwardMode, "
     "RadixAttention.sliding_window_size": "attention of torch, compared on a row of random tokens",
 }

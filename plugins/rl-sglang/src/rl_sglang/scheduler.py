@@ -27,6 +27,7 @@ from rl_backends.generation.stop_strings import StopStrings
 from rl_hosting import WorkerRefits
 from rl_sglang.adapters import SglangAdapters
 from rl_sglang.loading import watch_loading
+from rl_sglang.nan_watch import watch_rows
 from rl_sglang.probes import find_differences
 from rl_sglang.sampler import GREEDY, RowSampler, with_seeds
 from rl_sglang.weights import EngineWeights, ModelSink, check_same, checkpoint_of
@@ -98,6 +99,7 @@ def run_scheduler(
     register_sampler(options)
     keep_files_private()
     watch_loading()
+    watch_rows()
     if not torch.cuda.is_available():
         from rl_sglang.cpu_torch import choose_torch, ignore_pinning
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -232,7 +233,10 @@ class SglangServer(Server):
         kind = "" if reason is None else str(reason["type"])
         return Part(
             ids=[int(token) for token in event["output_ids"]],
-            logprobs=[float(one[0]) for one in meta["output_token_logprobs"]],
+            logprobs=[
+                math.nan if one[0] is None else float(one[0])  # JSON has no NaN
+                for one in meta["output_token_logprobs"]
+            ],
             reason=kind if kind in ("", "length", "stop") else f"{kind}: {reason.get('message')}",
             labels={str(meta["weight_version"]), *(str(one["version"]) for one in spans)},
             whole=not self._incremental,

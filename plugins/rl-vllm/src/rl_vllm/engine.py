@@ -168,15 +168,11 @@ class VllmEngine(Engine):
 
     def call_workers(self, frame: bytes) -> list[bytes]:
         """See :meth:`Engine.call_workers`."""
-        return self.rpc("rl_refit", frame)
+        return list(self.wait_for(self._llm.collective_rpc("rl_refit", args=(frame,))))
 
     @abstractmethod
     def wait_for(self, found: Any) -> Any:
         """What a call of vLLM returned, or what it will return if that is awaitable."""
-
-    def rpc(self, method: str, *args: Any) -> list[Any]:
-        """Calls a method of every worker."""
-        return list(self.wait_for(self._llm.collective_rpc(method, args=args)))
 
     def wake(self, tags: Sequence[str]) -> None:
         """See :meth:`Engine.wake`; vLLM itself fails if memory that it is to take is there."""

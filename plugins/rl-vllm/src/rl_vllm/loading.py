@@ -6,6 +6,7 @@ import functools
 from typing import TYPE_CHECKING, Any
 
 from rl_backends.engine.derived_weights import LoadWatch, find_watch
+from rl_backends.engine.methods import call_first
 from rl_core.errors import CapabilityError
 
 if TYPE_CHECKING:
@@ -26,7 +27,7 @@ def watch_loading() -> None:
     from vllm.model_executor.model_loader import base_loader
 
     initialize, process = base_loader.initialize_model, base_loader.process_weights_after_loading
-    if hasattr(process, "__wrapped__") and hasattr(process, "rl_watched"):
+    if hasattr(process, "rl_watched"):
         return
 
     @functools.wraps(initialize)
@@ -59,12 +60,10 @@ def watch_attention() -> None:
     from vllm.model_executor.layers.attention.attention import Attention
     from vllm.platforms import current_platform
 
-    compute = Attention.forward
-    if not current_platform.is_cpu() or hasattr(compute, "__wrapped__"):
+    if not current_platform.is_cpu() or hasattr(Attention.forward, "__wrapped__"):
         return
 
-    @functools.wraps(compute)
-    def same_tokens(self: Any, query: Any, key: Any, *args: Any, **kwargs: Any) -> Any:
+    def check_tokens(self: Any, query: Any, key: Any, *args: Any, **kwargs: Any) -> None:
         if key is not None:
             tokens = query.numel() // (self.num_heads * self.head_size)
             heads = key.numel() // (tokens * self.head_size) if tokens else self.num_kv_heads
@@ -75,6 +74,5 @@ def watch_attention() -> None:
                     fix="use another model, or a release of vLLM that has this model itself",
                     capability="refit",
                 )
-        return compute(self, query, key, *args, **kwargs)
 
-    Attention.forward = same_tokens
+    call_first(Attention, "forward", check_tokens)

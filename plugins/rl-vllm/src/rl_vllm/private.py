@@ -41,6 +41,8 @@ PRIVATE: dict[str, str] = {
     "vllm.distributed.parallel_state.get_world_group": "reads sharded tensors back",
     "IncrementalDetokenizer.from_new_request, .update, .token_ids": "where rows end at stop "
     "strings",
+    "Worker.execute_model, .model_runner.kv_caches, LogitsProcessor.forward": "NaN in rows, and "
+    "the memory of the cache, which is cleared after them",
     "Sampler.forward, SamplingMetadata.no_penalties, LogprobsTensors": "log-probs of greedy rows "
     "with a repetition penalty",
     "OutputProcessor.request_states, .detokenizer": "tokens generated so far, as a sign of life",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from math import nan
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -23,6 +24,8 @@ __all__ = ["VllmServer", "VllmServerGeneration"]
 _VERSIONS = ">=0.32,<0.33"
 #: The label of weights that no refit brought.
 _LOADED = Weights("default")
+#: What vLLM writes for the log-probs NaN and minus infinity.
+_NO_NUMBER = -9999.0
 _HOW = (
     "start it with VLLM_SERVER_DEV_MODE=1 and with --enable-scale-out "
     '--logprobs-mode processed_logprobs --weight-transfer-config \'{"backend": "rl_core"}\''
@@ -166,7 +169,7 @@ class VllmServer(Server):
         content = choice["logprobs"]["content"] if choice["token_ids"] else []
         return Part(
             ids=[int(token) for token in choice["token_ids"]],
-            logprobs=[float(one["logprob"]) for one in content],
+            logprobs=[x if (x := float(one["logprob"])) > _NO_NUMBER else nan for one in content],
             reason=choice["finish_reason"] or "",
             labels={str(span["version"]) for span in choice["weight_versions"] or ()},
         )

@@ -18,6 +18,7 @@ from rl_vllm.adapters import VllmAdapters
 from rl_vllm.cpu_rotary import repair_rotary
 from rl_vllm.cpu_weights import keep_plain_weights
 from rl_vllm.loading import watch_attention, watch_loading
+from rl_vllm.nan_watch import watch_rows
 from rl_vllm.sampler import keep_greedy_logprobs
 from rl_vllm.weights import EngineWeights, ModelSink
 
@@ -29,6 +30,7 @@ repair_rotary()
 watch_loading()
 watch_attention()
 keep_greedy_logprobs()
+watch_rows()
 
 
 class RefitExtension:

@@ -99,8 +99,15 @@ class ServedCall:
         elif count > budget:
             wrong = f"gave row {index} {count} tokens of {budget}"
         elif not all(map(math.isfinite, done.logprobs)):
-            wrong = f"gave row {index} a log-prob that is not finite"
-            fix = "check the weights for NaN; float16 overflows where bfloat16 does not"
+            wrong = (
+                f"gave row {index} a log-prob that is not finite, with weights of version "
+                f"{self.weights[0]}"
+            )
+            fix = (
+                'find the NaN in the trainer\'s weights of that version (check_finite="warn" of '
+                "refit names the tensor), and refit finite ones: then rows are right again; if all "
+                "weights are finite, use bfloat16 or float32, because float16 overflows earlier"
+            )
         else:
             return None
         return PluginError(f"{name}.complete {wrong}", fix=fix, row=index)

@@ -257,14 +257,15 @@ def prompts_up_to_the_context_are_accepted(ctx: Context) -> None:
 
 @check("G3", needs=("generation",))
 def a_row_without_finite_logprobs_is_named(ctx: Context) -> None:
-    """With NaN in the weights a call raises an error that names a row; the next refit ends this."""
+    """With NaN in keys and values a call's error names a row and the version; a refit ends this."""
     policy, engine = settable_trainer(ctx), ctx.refit_generation()
-    kept = policy.model.model.norm.weight.detach().clone()
-    policy.model.model.norm.weight.data[0] = torch.nan
+    weight = policy.model.model.layers[0].input_layernorm.weight
+    kept = weight.detach().clone()
+    weight.data[0] = torch.nan
     run_refit(policy, engine)
     for greedy in (True, False):
-        with raises(RLError, "row"):
+        with raises(RLError, "row", f"version {engine.weights_version}"):
             engine.generate(ctx.prompts(5, 9, 40), greedy=greedy)
-    policy.model.model.norm.weight.data.copy_(kept)
+    weight.data.copy_(kept)
     run_refit(policy, engine)
     exact(ctx, policy, engine, "finite weights after those", engine.weights_version)
