@@ -181,10 +181,9 @@ def test_nan_is_an_error_until_the_next_refit(pair: Any, server: RealServer) -> 
     with pytest.raises(PluginError, match="not finite, with weights of version 1"):
         ours.generate(prompts(*ROWS), greedy=True)
     weight.copy_(kept)
-    for _ in range(2):
-        refit(policy, ours, verify="installed")
-        after = ours.generate(prompts(*ROWS), greedy=True)
-        assert_agree(after, theirs.generate(prompts(*ROWS), greedy=True))
+    refit(policy, ours, verify="installed")
+    after = ours.generate(prompts(*ROWS), greedy=True)
+    assert_agree(after, theirs.generate(prompts(*ROWS), greedy=True))
     policy.shutdown()
 
 

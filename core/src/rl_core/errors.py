@@ -8,7 +8,7 @@
     │   └── MissingKeyError            a key that other batches have (also KeyError)
     ├── LifecycleError                 yours: a call in the wrong state (also RuntimeError)
     ├── CapabilityError                the backend does not offer this
-    ├── TrainingError                  the run's: a loss or gradient that is not finite
+    ├── TrainingError                  the run's: what is not finite: a loss, a gradient, a weight
     ├── CheckpointError                the file's: missing, incomplete or of another shape
     ├── PluginError                    the plugin's: names distribution and version
     │   ├── BackendNotFoundError       no installed plugin provides the name
@@ -113,7 +113,7 @@ class CapabilityError(RLError):
 
 
 class TrainingError(RLError):
-    """A loss or gradient is not finite, and no step was taken; or another rank failed."""
+    """A loss, gradient or weight is not finite, and was not used; or another rank failed."""
 
 
 class CheckpointError(RLError):

@@ -95,6 +95,9 @@ class MeshRank:
     def refit(self, **options: Any) -> dict[str, Any]:
         return refit(self.model, self.engine, **{"deadline_s": 120.0} | options).as_dict()
 
+    def spoil(self) -> None:
+        self.model.up.weight.to_local().data[-1, 0] = torch.nan
+
     def fail(self) -> None:
         """Fails to refit a module, before it comes to the other ranks."""
         refit(self.model, {})  # type: ignore[arg-type]

@@ -215,6 +215,18 @@ def test_copies_that_are_not_compared_come_from_one_rank(two: Ranks) -> None:
     assert all(tensor.equal(state[name]) for name, tensor in Net(1).named_parameters())
 
 
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_that_has_nan_refuses_for_all(two: Ranks, rank: int) -> None:
+    two("build", "fsdp")
+    two("refit", check_finite="refuse")
+    two.of[rank].spoil()
+    for error in two("refit", check_finite="refuse"):
+        assert "version 2 has NaN or infinity" in str(error)
+        assert "up.weight" in str(error)
+    assert torch.equal(two.of[0].state()["up.weight"], Net(1).up.weight)
+    assert [r["version"] for r in two("refit", check_finite="warn")] == [2, 2]
+
+
 @pytest.mark.parametrize("missing", [0, 1])
 @pytest.mark.parametrize("before", [0, 1])
 def test_a_rank_that_does_not_call_is_named_and_the_next_refit_works(

@@ -129,7 +129,7 @@ class WeightSource(ABC):
 
         A tensor may be made on the fly (gathered, merged, cast) and dropped once the next is
         asked for; it need not be contiguous. Aliases are not asked for. Called once per refit,
-        and once before it for a delta, which hashes all tensors first.
+        and once before it for a delta, which hashes all tensors first, and for `check_finite`.
         """
 
     def pieces(self) -> Sequence[Piece] | None:

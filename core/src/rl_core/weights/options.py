@@ -40,8 +40,6 @@ _Mode = Literal["auto", "direct", "packed"]
 MODES: tuple[str, ...] = get_args(_Mode)
 #: Versions are columns of 64 bits.
 _MOST = (1 << 63) - 1
-#: What loops of other libraries call an option; the number of buffers is not an option.
-_ALSO_CALLED = {"buffer_size_bytes": "bucket_bytes", "num_buffers": ""}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,6 +60,8 @@ class SendOptions:
         mode: ``"direct"``: engines read the trainer's memory, if the source keeps its tensors;
             ``"packed"``: tensors go through two buffers; ``"auto"``: direct if possible.
         delta: Send only tensors that the engines do not have. Not with ``verify="none"``.
+        check_finite: ``"warn"``: the trainer looks for NaN and infinity in the parameters that it
+            is going to send, and warns of them; ``"refuse"``: it sends nothing then.
         kv_scales: Scales of an FP8 key/value cache, applied with the weights: by names such as
             ``"layer_0.k_scale"``, or as ``calibrate_qkv_fp8_scales`` returns them (all of it, or
             what is under ``"layers"``).
@@ -79,6 +79,7 @@ class SendOptions:
     isolation: Literal["quiesced", "staged"] = "quiesced"
     mode: _Mode = "auto"
     delta: bool = False
+    check_finite: Literal["off", "warn", "refuse"] = "off"
     kv_scales: Mapping[str, Annotated[float, Range(gt=0, le=sys.float_info.max)]] = field(
         default_factory=dict
     )
@@ -90,15 +91,15 @@ class SendOptions:
     def of(cls, given: Mapping[str, Any]) -> Self:
         """Options by name; ``buffer_size_bytes`` is ``bucket_bytes``, ``num_buffers`` is ignored.
 
+        Loops of other libraries call them so.
+
         Raises:
             ConfigError: One is unknown, or its value is not legal.
         """
         given = dict(given)
-        for other, name in _ALSO_CALLED.items():
-            if other in given:
-                value = given.pop(other)
-                if name and value is not None:
-                    given.setdefault(name, value)
+        given.pop("num_buffers", None)
+        if (size := given.pop("buffer_size_bytes", None)) is not None:
+            given.setdefault("bucket_bytes", size)
         scales = given.get("kv_scales") or {}
         if isinstance(scales, Mapping):
             layers = scales.get("layers")

@@ -28,9 +28,12 @@ from simple_pair import (
 )
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from rl_conformance import doubles
 from rl_core.errors import (
     CapabilityError,
+    LoopWarning,
     RefitCorrupted,
+    TrainingError,
 )
 from rl_core.futures import wait
 
@@ -155,3 +158,18 @@ def test_tensors_of_every_size_in_any_order_are_verified(sizes, in_place, bucket
     finally:
         trainer.close()
         engine.close()
+
+
+@pytest.mark.parametrize("mode", ["packed", "direct"])
+def test_a_trainer_looks_for_what_is_not_finite_before_it_sends(keep, mode):
+    tensors = make_tensors() | {"large": torch.full((9,), 6e4).half()}  # their sum is infinite
+    kind = Trainer if mode == "packed" else doubles.Trainer  # which has pieces
+    trainer, engine = keep(kind(tensors)), keep(Engine(blank(tensors)))
+    go(trainer, engine, mode=mode, check_finite="refuse")
+    tensors["big"][0, :2] = torch.tensor([torch.nan, -torch.inf])
+    old = {name: tensor.clone() for name, tensor in engine.tensors.items()}
+    with pytest.raises(TrainingError, match=r"version 2 .*: big \(2\)\n"):
+        go(trainer, engine, mode=mode, check_finite="refuse", retries=1)
+    assert same(engine.tensors, old)
+    with pytest.warns(LoopWarning, match=r"version 2 .*: big \(2\)$"):
+        go(trainer, engine, mode=mode, check_finite="warn")

@@ -117,6 +117,7 @@ def test_options_are_kept_as_they_were_given():
         "isolation": "staged",
         "mode": "packed",
         "delta": True,
+        "check_finite": "warn",
         "kv_scales": {"k": 1.0},
         "bucket_bytes": 128,
         "deadline_s": 1.5,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Generator
 from contextlib import closing
 from typing import TYPE_CHECKING
@@ -9,7 +10,7 @@ from typing import TYPE_CHECKING
 import msgspec
 import torch
 
-from rl_core.errors import ManifestMismatchError
+from rl_core.errors import LoopWarning, ManifestMismatchError, TrainingError
 from rl_core.weights.data.digests import Hasher, copied_digests
 from rl_core.weights.data.parts import Part, box_of, narrowed, sizes_of
 from rl_core.weights.data.runs import copy_run
@@ -177,6 +178,32 @@ def sent_parts(
         for spec, tensor in given:
             for one in of[spec.name]:
                 yield one, narrowed(tensor, box_of(spec), one) if isinstance(one, Part) else tensor
+
+
+def check_finite(given: Iterable[tuple[TensorSpec, torch.Tensor]], how: str, version: int) -> None:
+    """Warns of NaN and infinity in what is going to be sent.
+
+    Args:
+        given: That.
+        how: ``check_finite`` of :class:`~rl_core.weights.options.SendOptions`.
+        version: Of the refit.
+
+    Raises:
+        TrainingError: There is some, and ``how`` is ``"refuse"``.
+    """
+    # A sum is as good, and reads each element once. Torch has none for floats of 8 bits.
+    found = [  # no loop: an error must not hold the last tensor
+        f"{part.name} ({count})"
+        for part, tensor in given
+        if tensor.is_floating_point() and tensor.itemsize > 1 and not tensor.sum().isfinite()
+        if (count := int((~tensor.isfinite()).sum()))  # or only the sum is too large
+    ]
+    text = f"version {version} has NaN or infinity, in so many elements: {', '.join(found)}"
+    if found and how == "refuse":
+        fix = 'load a checkpoint before it; check_finite="warn" sends it nevertheless'
+        raise TrainingError(text, fix=fix)
+    if found:
+        warnings.warn(text, LoopWarning, stacklevel=3)
 
 
 def checked_tensors(

@@ -39,7 +39,8 @@ class RankJob(Job[RankSession]):
         kept: By this rank.
         ranks: All of the trainer.
         source: Of this rank; or why it has none, of which rank 0 is informed.
-        options: Of this rank's call; rank 0's decide on all but the deadline.
+        options: Of this rank's call; rank 0's decide on all but the deadline
+            and ``check_finite``.
         number: Of the refit.
     """
 
@@ -147,7 +148,7 @@ class RankJob(Job[RankSession]):
         """Does what rank 0 wants."""
         match message:
             case messages.Offer():
-                self._verifies = message.verify != "none"
+                self.version, self._verifies = message.version, message.verify != "none"
                 share.look()
                 keeps = {index: tuple(boxes) for index, boxes in share.layout.items()}
                 state = share.source.state
@@ -195,7 +196,9 @@ class RankJob(Job[RankSession]):
             return messages.RankPrepared(message.session, reason=reason)
         mode = DataMode.DIRECT if message.direct else DataMode.PACKED
         table = DigestTable(parts.manifest) if self._verifies else None
-        buckets = share.prepare(mode, message.bucket_bytes, message.skip, table)
+        buckets = share.prepare(
+            mode, message.bucket_bytes, message.skip, table, self.options.check_finite, self.version
+        )
         buckets.lane.ends = self.session.deadline
         self._buckets = [bucket.name for bucket in buckets.plan.buckets]
         self._packed = 0

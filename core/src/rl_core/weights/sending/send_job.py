@@ -471,7 +471,9 @@ class SendJob(Job[SenderSession]):
             self._tables = {rank: DigestTable(manifest) for rank in self._layouts}
         asked = self._ask(questions, messages.RankPrepared)
         self._share.readers = {ids[key]: reads for key, reads in readers[0].items()}
-        buckets = self._share.prepare(mode, size, skips[0], self._tables.get(0))
+        buckets = self._share.prepare(
+            mode, size, skips[0], self._tables.get(0), self.options.check_finite, self.version
+        )
         buckets.lane.ends = self.session.deadline
         self._plans = {0: buckets.plan}
         answers = yield asked

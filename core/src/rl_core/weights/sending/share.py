@@ -13,14 +13,14 @@ from rl_core.weights.connections import keep_two
 from rl_core.weights.data.digests import DigestTable, TensorHasher
 from rl_core.weights.data.parts import LanePlaces, layout_of, lying
 from rl_core.weights.data.plan import ALIGN, SLOTS, DataMode, make_plan
-from rl_core.weights.sending.packing import Packer, SenderBuckets, sent_parts
+from rl_core.weights.sending.packing import Packer, SenderBuckets, check_finite, sent_parts
 from rl_core.weights.transports.base import NoLane
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Generator, Iterable, Mapping, Sequence
 
     from rl_core.errors import RLError
-    from rl_core.interfaces.weights import Piece, WeightSource
+    from rl_core.interfaces.weights import Piece, TensorSpec, WeightSource
     from rl_core.weights.connections import Connection
     from rl_core.weights.data.digests import BlockHash
     from rl_core.weights.data.parts import Layout, Partition
@@ -147,16 +147,37 @@ class Share:
         return self._kept.moved.places(self.parts, self._pieces or ())
 
     def prepare(
-        self, mode: DataMode, bucket_bytes: int, skip: bytes, table: DigestTable | None
+        self,
+        mode: DataMode,
+        size: int,
+        skip: bytes,
+        table: DigestTable | None,
+        how: str,
+        version: int,
     ) -> SenderBuckets:
-        """Makes the buckets of all parts but those with a 1 in ``skip``, and memory for them."""
-        buckets = self.buckets = self._make(mode, bucket_bytes, skip)
-        sent, cut = buckets.plan.sent, self._pieces if self.layout else None
-        given = None
-        if mode is DataMode.PACKED:
-            given = sent_parts(self.source, self.parts, self.manifest, sent, cut)
+        """Makes the buckets of all parts but those with a 1 in ``skip``, and memory for them.
+
+        Args:
+            mode: Of the lane.
+            size: Of a bucket.
+            skip: See above.
+            table: Takes the digests.
+            how: For :func:`check_finite`, before anything is sent.
+            version: The same.
+        """
+        buckets = self.buckets = self._make(mode, size, skip)
+        sent = self.parts, buckets.plan.sent
+        if how != "off":
+            check_finite(self._given(*sent), how, version)
+        given = self._given(*sent) if mode is DataMode.PACKED else None
         self._packer = Packer(buckets, given, table, self.readers)
         return buckets
+
+    def _given(
+        self, parts: Partition, sent: Iterable[int]
+    ) -> Generator[tuple[TensorSpec, torch.Tensor]]:
+        cut = self._pieces if self.layout else None
+        return sent_parts(self.source, parts, self.manifest, sent, cut)
 
     def put(self, index: int) -> bytes:
         """Puts a bucket into the lane; the digests of its blocks."""
@@ -178,8 +199,7 @@ class Share:
         fold, pieces = self.hash.kind == "fold", self._pieces or ()
         lasting = {p.tensor.data_ptr() for p in pieces if fold and p.tensor is not None}
         mine = [index for index, here in enumerate(mask) if here]
-        cut = self._pieces if self.layout else None
-        with closing(sent_parts(self.source, parts, self.manifest, mine, cut)) as given:
+        with closing(self._given(parts, mine)) as given:
             named = ((spec.name, spec, tensor) for spec, tensor in given)
             table.known.update(TensorHasher(self.hash, block).digests(named, lasting))
         return table

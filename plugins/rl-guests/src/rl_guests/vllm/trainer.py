@@ -80,6 +80,13 @@ class RefitTrainerEngine(base.TrainerWeightTransferEngine[TrainerInitInfo]):  # 
         self._options = dict(info.options)
         module = getattr(source, "_module", None) if type(source) is base.ModuleSource else None
         self._sent = _Stream(source) if module is None else module
+        if module is None and self._options.get("check_finite", "off") != "off":
+            raise ConfigError(
+                f"check_finite is only for a ModuleSource: a {type(source).__name__} makes its "
+                "tensors while they are sent, together with the other ranks",
+                fix="leave check_finite out",
+                key="check_finite",
+            )
         self._engine: Any = None
         if info.is_sender:
             receivers = info.receivers or (info.world_size or 1) - 1 or count_workers(client)
