@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import importlib.util
 import multiprocessing
 import os
+import random
 import signal
 import subprocess
 import sys
-import threading
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,17 +17,17 @@ from unittest import mock
 
 import pytest
 import torch
-from engines.calls import in_background, prompts
+from engines.calls import in_background, prompts, until
 from engines.servers import KEY, RealServer, connected
 
-from rl_backends import Completion, ModelFacts, SamplingParams
+from rl_backends import ModelFacts, SamplingParams
 from rl_backends.generation.rows import Row
 from rl_conformance.models import make_tiny_model
 from rl_core import create_generation, create_policy, refit
 from rl_core.batch import BatchedDataDict
-from rl_core.errors import PluginError, RLError, WeightsTornError, WorkerDiedError
+from rl_core.errors import PluginError, WeightsTornError, WorkerDiedError
 from rl_core.weights.protocol.frames import Channel
-from rl_core.weights.protocol.messages import BucketReady
+from rl_core.weights.protocol.messages import BucketReady, Done
 from rl_hosting.server.row_stream import RowStream
 
 if TYPE_CHECKING:
@@ -90,6 +91,10 @@ def assert_agree(one: Any, other: Any) -> None:
     for key in ("output_ids", "generation_lengths", "truncated"):
         assert torch.equal(one[key], other[key]), key
     assert (one["logprobs"] - other["logprobs"]).abs().max() < CLOSE
+
+
+def weights_of(policy: Any) -> dict[str, torch.Tensor]:
+    return {name: tensor.clone() for name, tensor in policy.model.state_dict().items()}
 
 
 def change(policy: Any, amount: float, seed: int = 0) -> None:
@@ -187,71 +192,168 @@ def test_nan_is_an_error_until_the_next_refit(pair: Any, server: RealServer) -> 
     policy.shutdown()
 
 
-def request_of_another(
-    client: Any, prompt: list[int], tokens: int, began: threading.Event | None = None
-) -> Completion:
-    """A greedy row beside the client's own, of any weights; ``began`` is for its first token."""
+def stream_of(client: Any, prompt: list[int], tokens: int) -> RowStream:
+    """A greedy row of any weights, beside the client's own, which looks at every token."""
     sampling = SamplingParams.from_config({"do_sample": False}, ModelFacts(0, (), 272, 256))
-    stream = RowStream(Row(0, 0, 0, prompt, tokens, 0, False, (), sampling), client._server)
-
-    async def collect() -> Completion | None:
-        body = stream.request(f"other-{time.monotonic_ns()}")
-        async for event in client._client.events(client._server.generate_path, body):
-            done, _ = stream.take(event)
-            if began is not None:
-                began.set()
-        return done
-
-    done: Completion = client._client.run(collect(), 120, "a row")
-    return done
+    row = Row(0, 0, 0, prompt, tokens, 0, False, ("never there",), sampling)
+    return RowStream(row, client._server)
 
 
-def killed_trainer(kind: str, url: str, model: str) -> None:
-    """A refit in a process of its own, which is killed when a part of the weights was written."""
+class Others:
+    """Rows of other clients, eight at a time, without a pause; one in four is longer.
+
+    Attributes:
+        rows: How many have ended.
+        parts: Of each event: the prompt, the tokens so far, their log-probs and labels.
+    """
+
+    def __init__(self, client: Any) -> None:
+        self.parts: list[tuple[list[int], list[int], list[float], set[str]]] = []
+        self.rows, self._ended, self._client = 0, False, client
+        self._running = [
+            asyncio.run_coroutine_threadsafe(
+                self._generate(random.Random(seed)), client._client.loop
+            )
+            for seed in range(8)
+        ]
+
+    async def _generate(self, chosen: random.Random) -> None:
+        while not self._ended:
+            prompt = [chosen.randrange(5, 250) for _ in range(3)]
+            stream = stream_of(self._client, prompt, chosen.choice([1, 2, 3, 40]))
+            body = stream.request(f"other-{self.rows}-{prompt}")
+            async for event in self._client._client.events(stream._server.generate_path, body):
+                _, labels = stream.take(event)
+                if stream._ids:
+                    self.parts.append((prompt, [*stream._ids], [*stream._logprobs], labels))
+            self.rows += 1
+
+    def end(self) -> None:
+        self._ended = True
+        for one in self._running:
+            one.result(60)
+
+    def check(self, model: Any, weights: dict[str, dict[str, torch.Tensor]]) -> None:
+        """Each token is of the weights of a label that came with it, and of none beside them."""
+        counts = torch.tensor([len(ids) for _, ids, _, _ in self.parts])[:, None]
+        place = torch.arange(int(counts.max()))
+        rows = [(prompt + ids + [0] * 40)[: 3 + len(place)] for prompt, ids, _, _ in self.parts]
+        given = [(logprobs + [0.0] * 40)[: len(place)] for *_, logprobs, _ in self.parts]
+        ids, logprobs = torch.tensor(rows), torch.tensor(given)
+        right = place >= counts
+        for label, tensors in weights.items():
+            model.load_state_dict(tensors)
+            with torch.no_grad():
+                logits = torch.cat([model(some).logits[:, 2:-1] for some in ids.split(512)])
+            wanted = logits.float().log_softmax(-1).gather(-1, ids[:, 3:, None])[..., 0]
+            far = torch.where(place < counts, (wanted - logprobs).abs(), 0.0)
+            named = torch.tensor([label in labels for *_, labels in self.parts])
+            right |= named[:, None] & (far < CLOSE)
+            assert (far[~named].amax(-1) > 0.1).float().mean() > 0.99  # the check can tell them
+        assert right.all(), f"{int((~right).any(-1).sum())} of {len(rows)}"
+        assert {label for *_, labels in self.parts for label in labels} <= set(weights)
+
+
+@pytest.mark.parametrize("refits", [10, pytest.param(200, marks=pytest.mark.full)])
+def test_rows_beside_refits_are_of_the_weights_of_their_label(
+    pair: Any, server: RealServer, refits: int
+) -> None:
+    ours, _ = pair()
+    policy = create_policy({"backend": "hf", "model_name": str(server.model)})
+    start = weights_of(policy)
+    weights = {ours._server.counted_on.label: start}
+    others = Others(ours)
+    for seed in range(refits):
+        policy.model.load_state_dict(start)
+        change(policy, 0.1, seed)
+        refit(policy, ours)
+        weights[ours._server.counted_on.label] = weights_of(policy)
+    others.end()
+    others.check(policy.model, weights)
+    policy.shutdown()
+
+
+def killed_trainer(kind: str, url: str, model: str, message: type[Any], count: int) -> None:
+    """A refit in a process of its own, which is killed by the so-manieth message of a kind."""
     policy = create_policy({"backend": "hf", "model_name": model})
-    change(policy, 0.05, seed=5)
+    change(policy, 0.1, seed=5)
     engine = create_generation(
         {"backend": f"{kind}-server", "url": url, "api_key": KEY, "model_name": model}
     )
-    encode, sent = Channel.encode, []
+    encode, decode, seen = Channel.encode, Channel.decode, []
 
-    def killing(channel: Channel, message: object) -> bytes:
-        sent.append(isinstance(message, BucketReady))
-        if sum(sent) == 8:
-            time.sleep(0.5)  # those before are written
+    def killing(one: Any) -> Any:
+        seen.append(isinstance(one, message))
+        if sum(seen) == count:
+            time.sleep(0.5 if message is BucketReady else 0)  # those before are written
             os.kill(os.getpid(), signal.SIGKILL)
-        return encode(channel, message)
+        return one
 
-    with mock.patch.object(Channel, "encode", killing):
+    with (
+        mock.patch.object(Channel, "encode", lambda self, one: encode(self, killing(one))),
+        mock.patch.object(Channel, "decode", lambda self, one: killing(decode(self, one))),
+    ):
         refit(policy, engine, mode="packed", deadline_s=DEADLINE_S, bucket_bytes=1 << 15)
 
 
-@pytest.mark.full
-def test_a_killed_trainer_leaves_a_server_that_refuses_until_the_next_refit(
-    pair: Any, server: RealServer
-) -> None:
-    ours, theirs = pair(max_new_tokens=24)
+def kill_a_trainer(server: RealServer, message: type[Any], count: int) -> None:
     context = multiprocessing.get_context("spawn")
-    killed = context.Process(
-        target=killed_trainer, args=(server.kind.name, server.url, str(server.model))
-    )
+    who = server.kind.name, server.url, str(server.model)
+    killed = context.Process(target=killed_trainer, args=(*who, message, count))
     killed.start()
     killed.join(200)
     assert killed.exitcode == -signal.SIGKILL
-    end = time.monotonic() + DEADLINE_S + 10
-    error: RLError | None = None
-    while error is None and time.monotonic() < end:
-        try:
-            request_of_another(ours, [5, 6, 7], 4)
-        except RLError as caught:
-            error = caught
-    assert error is not None
+
+
+@pytest.mark.parametrize("rows", [200, pytest.param(10_000, marks=pytest.mark.full)])
+def test_rows_after_a_trainer_was_killed_by_a_commit_are_of_its_weights(
+    pair: Any, server: RealServer, rows: int
+) -> None:
+    ours, _ = pair()
+    policy = create_policy({"backend": "hf", "model_name": str(server.model)})
+    label = ours._server.counted_on.label
+    weights = {label: weights_of(policy)}
+    change(policy, 0.1, seed=5)
+    others = Others(ours)
+    until(lambda: others.rows > 8)
+    kill_a_trainer(server, Done, 1)
+    before = others.rows
+    until(lambda: others.rows >= before + rows, 400)
+    others.end()
+    [new] = {one for *_, labels in others.parts for one in labels} - {label}
+    others.check(policy.model, weights | {new: weights_of(policy)})
+    with pytest.raises(WeightsTornError, match=new):
+        ours.generate(prompts(*ROWS))
+    policy.shutdown()
+
+
+def test_a_killed_trainer_leaves_a_server_that_refuses_until_the_next_refit(
+    pair: Any, server: RealServer
+) -> None:
+    ours, theirs = pair(max_new_tokens=200)
+
+    def generate() -> None:
+        while True:
+            ours.generate(prompts(*ROWS * 4), greedy=True)
+
+    call = in_background(generate)
+    kill_a_trainer(server, BucketReady, 8)
+    error = call()
+    assert isinstance(error, WeightsTornError), error
+    assert "takes no request: the last" in str(error)
+    with pytest.raises(WeightsTornError, match="takes no request: the last"):
+        ours.generate(prompts(*ROWS))
+    body = stream_of(ours, [5], 4).request("of a plain client")
+    for streamed, status in ((False, 503), (True, 200)):
+        asked = ours._client.post(ours._server.generate_path, body | {"stream": streamed}, 30)
+        answer = ours._client.run(asked, 40, "a row")
+        assert answer[0] == status
+        assert "takes no request: the last" in str(answer)
     policy = create_policy({"backend": "hf", "model_name": str(server.model)})
     refit(policy, ours)
     assert_agree(
         ours.generate(prompts(*ROWS), greedy=True), theirs.generate(prompts(*ROWS), greedy=True)
     )
-    request_of_another(ours, [5, 6, 7], 4)
     policy.shutdown()
 
 
@@ -269,33 +371,15 @@ def test_the_suite_runs_against_the_server(server: RealServer) -> None:
 
 
 @pytest.mark.full
-def test_long_rows_across_a_refit_and_a_kill(kind: Kind, tmp_path: Path) -> None:
+def test_a_server_that_is_killed_and_started_again(kind: Kind, tmp_path: Path) -> None:
     model = make_tiny_model(tmp_path / "qwen2", "qwen2", num_layers=1, max_position_embeddings=2048)
     server = RealServer(kind, model, tmp_path / "log").start()
     try:
-        ours, other = connected(server, max_new_tokens=20), connected(server)
+        ours = connected(server, max_new_tokens=1500)
         policy = create_policy({"backend": "hf", "model_name": str(model)})
-
-        def begun(tokens: int) -> Callable[[], Any]:
-            began = threading.Event()
-            row = in_background(lambda: request_of_another(other, [5, 6, 7], tokens, began))
-            assert began.wait(60)
-            return row
-
-        row = begun(1500)
-        change(policy, 0.03)
         refit(policy, ours)
-        done = row()
-        ids, logprobs = list(done.token_ids), torch.tensor(done.logprobs)
-        with torch.no_grad():
-            logits = policy.model(torch.tensor([[5, 6, 7, *ids]])).logits[0, 2:-1].float()
-        wanted = logits.log_softmax(-1).gather(-1, torch.tensor(ids)[:, None])[:, 0]
-        under_new = (wanted - logprobs).abs() < CLOSE
-        assert len(ids) == 1500
-        assert not under_new[:2].all()
-        assert under_new[-100:].all()
-
-        row = begun(1500)
+        row = in_background(lambda: ours.generate(prompts([5, 6, 7])))
+        until(lambda: ours._rows._heard)
         server.kill()
         error = row()
         assert isinstance(error, WorkerDiedError)
@@ -305,7 +389,7 @@ def test_long_rows_across_a_refit_and_a_kill(kind: Kind, tmp_path: Path) -> None
             ours.generate(prompts([5, 6]))
         refit(policy, ours)
         assert ours.generate(prompts([5, 6]))["weights_version"].tolist() == [2]
-        for one in (ours, other, policy):
+        for one in (ours, policy):
             one.shutdown()
     finally:
         server.stop()

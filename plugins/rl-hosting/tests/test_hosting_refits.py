@@ -107,6 +107,7 @@ def test_the_lock_that_is_granted_to_one_refit_lets_no_other_one_write(trainer):
     assert worker.state() == {
         "version": 1,
         "origin": trainer.sender.origin,
+        "label": f"{trainer.sender.origin:x}-1",
         "torn": False,
     }
     worker._receiver.close()

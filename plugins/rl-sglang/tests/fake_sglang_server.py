@@ -33,11 +33,14 @@ class FakeSglangServer:
         model_info: Overrides of ``/model_info``.
         fault: What happens to ``/generate``: "hang", "500", "nonsense", "no event", "hang up",
             "nan", "short", "abort", "refuse".
-        refit_fault: What happens to a refit: "refuse", "hang up", "lie" (other weights in the end).
         raw: Log-probs are of the logits whatever the temperature.
         token_s: Seconds for a token.
         context: Tokens.
         deaf: No route answers.
+        tokens: Decoded so far.
+        paused: Somebody paused it.
+        moved: The address to which it redirects all requests, if any.
+        turns: Each answer is another server's.
     """
 
     model: Path
@@ -45,11 +48,14 @@ class FakeSglangServer:
     server_info: dict[str, Any] = field(default_factory=dict)
     model_info: dict[str, Any] = field(default_factory=dict)
     fault: str = ""
-    refit_fault: str = ""
     raw: bool = False
     token_s: float = 0.0
     context: int = 256
     deaf: bool = False
+    tokens: int = 0
+    paused: bool = False
+    moved: str = ""
+    turns: bool = False
 
     def __post_init__(self) -> None:
         config = json.loads((self.model / "config.json").read_text())
@@ -116,6 +122,8 @@ class FakeSglangServer:
             self.headers.append(request.headers.get("Authorization"))
             if self.key is not None and self.headers[-1] != f"Bearer {self.key}":
                 return web.json_response({"error": "Unauthorized"}, status=401)
+            if self.moved:
+                raise web.HTTPFound(self.moved)
             if self.deaf:
                 await asyncio.sleep(3600)
             return await handler(request)
@@ -123,12 +131,11 @@ class FakeSglangServer:
         app = web.Application(middlewares=[guard], client_max_size=1 << 26)
         app.router.add_get("/model_info", self._model_info)
         app.router.add_get("/server_info", self._server_info)
-        app.router.add_get("/health", self._health)
+        app.router.add_get("/v1/loads", self._loads)
         app.router.add_post("/generate", self._generate)
         app.router.add_post("/abort_request", self._abort)
         app.router.add_post("/flush_cache", self._flush)
         app.router.add_post("/set_internal_state", self._frame)
-        app.router.add_post("/update_weight_version", self._label)
         self._runner = web.AppRunner(app, access_log=None)
         await self._runner.setup()
         await web.TCPSite(self._runner, "127.0.0.1", self.port, reuse_address=True).start()
@@ -149,7 +156,7 @@ class FakeSglangServer:
             "version": "0.5.23",
             "model_path": str(self.model),
             "weight_version": "default",
-            "startup_time": {"tokenizer_e2e": float(self.starts)},
+            "startup_time": {"tokenizer_e2e": self.starts + self.turns * len(self.headers)},
             "random_seed": self.starts,
             "max_req_input_len": self.context - 6,
             "dtype": "float32",
@@ -157,8 +164,8 @@ class FakeSglangServer:
         }
         return web.json_response(said | self.server_info)
 
-    async def _health(self, request: web.Request) -> web.Response:
-        return web.Response(status=503 if self.fault == "hang" else 200)
+    async def _loads(self, request: web.Request) -> web.Response:
+        return web.json_response({"loads": [{"num_used_tokens": self.tokens}]})
 
     async def _abort(self, request: web.Request) -> web.Response:
         rid = (await request.json())["rid"]
@@ -172,18 +179,12 @@ class FakeSglangServer:
 
     async def _frame(self, request: web.Request) -> web.Response:
         asked = await request.json()
-        if self.refit_fault == "hang up":
-            request.transport.abort()
-        if self.refit_fault == "refuse" or "rl_refit" not in asked["server_args"]:
-            return web.json_response([False])
+        if not asked["server_args"]["rl_refit"]:
+            return web.json_response([{"rl_refit": [self.paused]}])
         frame = base64.b64decode(asked["rid"])
         answer = await asyncio.to_thread(self._refits.answer_frame, frame)
+        self.weight_version = self._refits.state()["label"] or self.weight_version
         return web.json_response([{"rl_refit": [base64.b64encode(answer).decode()]}])
-
-    async def _label(self, request: web.Request) -> web.Response:
-        asked = await request.json()
-        self.weight_version = asked["new_version"] + self.refit_fault
-        return web.json_response({"success": True})
 
     async def _generate(self, request: web.Request) -> web.StreamResponse:
         asked = await request.json()
@@ -222,6 +223,7 @@ class FakeSglangServer:
             while self.fault == "hang" and rid not in self.aborted:  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
             ids.append((sum(asked["input_ids"]) + len(ids)) % 200 + 10)
+            self.tokens += 1
             if rid in self.aborted or self.fault == "abort":
                 reason = {"type": "abort", "message": "Aborted"}
             elif ids[-1] in ends and not params["ignore_eos"]:

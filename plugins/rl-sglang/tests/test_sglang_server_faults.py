@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -80,17 +81,26 @@ def test_server_that_hangs_is_given_up_before_the_call_is(
 ) -> None:
     generation = connect(request_timeout_s=1.0, call_deadline_s=60)
     fake.fault = "hang"
-    with pytest.raises(DeadlineError, match="no sign of life") as caught:
+    with pytest.raises(DeadlineError, match="decoded no token for 1 s") as caught:
         generation.generate(prompts([5], [6]))
     assert fake.url in str(caught.value)
     until(lambda: not fake.running)
 
 
-def test_server_that_is_busy_is_not_given_up(connect: Any, fake: FakeSglangServer) -> None:
+@pytest.mark.parametrize("sign", ["tokens", "paused"])
+def test_rows_wait_while_others_get_tokens_or_somebody_paused_the_server(
+    connect: Any, fake: FakeSglangServer, sign: str
+) -> None:
     seconds = enough_for(lambda: connect(max_new_tokens=1).generate(prompts([5])), least=1.0)
-    fake.token_s = 2.5 * seconds  # and nothing comes meanwhile, but it is well
     generation = connect(request_timeout_s=seconds, max_new_tokens=1)
-    assert generation.generate(prompts([5]))["generation_lengths"].tolist() == [1]
+    fake.fault = "hang"
+    call = in_background(lambda: generation.generate(prompts([5])))
+    end = time.monotonic() + 2.5 * seconds
+    while time.monotonic() < end:
+        fake.tokens, fake.paused = fake.tokens + (sign == "tokens"), sign == "paused"
+        time.sleep(seconds / 20)
+    fake.fault = ""
+    assert call()["generation_lengths"].tolist() == [1]
 
 
 def test_another_model_at_the_same_address_is_refused(connect: Any, fake: FakeSglangServer) -> None:

@@ -4,10 +4,15 @@ Frames of a driver come by SGLang's own route ``POST /set_internal_state``, as
 ``{"server_args": {"rl_refit": 1}, "rid": "<a frame in base64>"}``: of that body SGLang hands only a
 ``rid`` on that is text. The answer is ``[{"rl_refit": ["<a reply in base64>", ...]}, ...]``: for
 each data-parallel replica, the replies of its schedulers in the order of their ranks. A server
-without this plugin answers ``[false]``, and so does this one if the frame cannot be read.
+without this plugin answers ``[false]``, and so does this one if the frame cannot be read. With 0
+instead of 1 and without a frame, the answer says whether somebody paused the server.
 
 SGLang broadcasts such a request to all schedulers of a replica, between two of their steps. The one
 that lets a refit write is answered when the refit is over, so that nothing is generated meanwhile.
+
+The schedulers change the label of the weights in that same call, and every part of a row that they
+send has the labels of its tokens. What the HTTP server reports of the weights follows with the
+answer, and is of no importance for rows.
 """
 
 from __future__ import annotations
@@ -24,7 +29,7 @@ import torch
 from torch import distributed
 
 from rl_core.errors import CapabilityError, LifecycleError
-from rl_hosting import WorkerRefits
+from rl_hosting.worker_refits import TORN, WorkerRefits
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -38,9 +43,13 @@ __all__ = ["KEY", "register"]
 KEY = "rl_refit"
 
 _SCHEDULER = "sglang.srt.managers.scheduler"
-_TOKENIZER = "sglang.srt.managers.tokenizer_control_mixin"
+_STREAMED = "sglang.srt.managers.scheduler_components.output_streamer._GenerationStreamAccumulator"
+_TOKENIZER = "sglang.srt.managers.tokenizer_control_mixin.TokenizerControlMixin"
 #: What is called of SGLang's scheduler: without one of these, nothing is joined.
-_CALLED = "pause_generation continue_generation flush_cache abort_request send_abort_output"
+_CALLED = (
+    "pause_generation continue_generation flush_cache abort_request send_abort_output "
+    "record_weight_version_change"
+)
 
 
 def register() -> None:
@@ -56,10 +65,12 @@ def register() -> None:
         hooks[f"{_SCHEDULER}.Scheduler.__init__"] = watch_and_init
         hooks[f"{_SCHEDULER}.Scheduler.set_internal_state"] = answer_in_scheduler
         hooks[f"{_SCHEDULER}.Scheduler._add_request_to_queue"] = add_or_refuse
+        hooks[f"{_STREAMED}.accept"] = send_with_labels
         for name in _CALLED.split():
             pkgutil.resolve_name(f"{_SCHEDULER}.Scheduler.{name}")
-    if _SCHEDULER not in sys.modules or _TOKENIZER in sys.modules:
-        hooks[f"{_TOKENIZER}.TokenizerControlMixin.set_internal_state"] = answer_client
+    if _SCHEDULER not in sys.modules or _TOKENIZER.rpartition(".")[0] in sys.modules:
+        hooks[f"{_TOKENIZER}.set_internal_state"] = answer_client
+        pkgutil.resolve_name(f"{_TOKENIZER}._update_weight_version_if_provided")
     for target in hooks:
         pkgutil.resolve_name(target)
     for target, hook in hooks.items():
@@ -70,9 +81,15 @@ async def answer_client(set_state: Callable[..., Any], manager: Any, request: An
     """Returns what the schedulers answered; in the process of the HTTP server."""
     if KEY not in request.server_args:
         return await set_state(manager, request)
+    if not request.server_args[KEY]:  # whether somebody paused it, which no route of SGLang says
+        return [{KEY: [manager.is_pause]}]
     manager.auto_create_handle_loop()
     replies = await manager.set_internal_state_communicator(request)
-    return [{KEY: one.rid.split(",")} if one.updated else False for one in replies]
+    found = [one.rid.split(",") if one.updated else [""] for one in replies]
+    labels = {label for label, *_ in found}
+    if len(labels) == 1 and (label := labels.pop()):
+        manager._update_weight_version_if_provided(label)
+    return [{KEY: answers} if answers else False for _, *answers in found]
 
 
 def watch_and_init(init: Callable[..., None], scheduler: Any, *args: Any, **kwargs: Any) -> None:
@@ -93,11 +110,23 @@ def answer_in_scheduler(set_state: Callable[..., Any], scheduler: Any, request: 
     if KEY not in request.server_args:
         return set_state(scheduler, request)
     try:
-        answers = scheduler.rl_refits.answer_together(base64.b64decode(request.rid or ""))
+        label, answers = scheduler.rl_refits.answer_together(base64.b64decode(request.rid or ""))
     except (ValueError, msgspec.MsgspecError):  # no frame, which all of them find
         return SetInternalStateReqOutput(updated=False)
-    text = ",".join(base64.b64encode(answer).decode() for answer in answers)
+    text = ",".join([label, *(base64.b64encode(answer).decode() for answer in answers)])
     return SetInternalStateReqOutput(updated=True, rid=text)
+
+
+def send_with_labels(accept: Callable[..., None], sent: Any, *, req: Any) -> None:
+    """Sends the labels of the weights with every part of a row, not with its last alone."""
+    from sglang.srt.utils.weight_versions import compute_weight_version_spans
+
+    before = len(sent.weight_versions)
+    accept(sent, req=req)
+    if len(sent.weight_versions) > before and sent.weight_versions[-1] is None:
+        sent.weight_versions[-1] = compute_weight_version_spans(
+            req.weight_version_events, sent.current_weight_version, len(req.output_ids)
+        )
 
 
 def add_or_refuse(
@@ -134,11 +163,12 @@ class Refits(WorkerRefits):
         self._held = self._paused_before = False
         self.why_not = ""
 
-    def answer_together(self, frame: bytes) -> list[bytes]:
+    def answer_together(self, frame: bytes) -> tuple[str, list[bytes]]:
         """Answers a frame, and lets the scheduler go on as the ranks together find their weights.
 
         Returns:
-            The answers of all ranks.
+            The label of the weights, which is empty before the first refit and while they are
+            torn, and the answers of all ranks.
 
         Raises:
             MsgspecError: It is no frame.
@@ -151,21 +181,27 @@ class Refits(WorkerRefits):
         group = get_parallel().tp_group.cpu_group
         found: list[Any] = [mine] * distributed.get_world_size(group)
         distributed.all_gather_object(found, mine, group=group)
-        weights = {(state["version"], state["origin"]) for _, state in found}
-        why = ""
-        if any(state["torn"] for _, state in found) or len(weights) > 1:
+        labels = {state["label"] for _, state in found}
+        changed, why = self._held or self.why_not, ""
+        if any(state["torn"] for _, state in found) or len(labels) > 1:
             why = "the last refit failed, and left a part of the weights new"
-        elif self._held and not self._flush():
+        elif changed and not self._flush():
             why = "keys and values of the weights before the last refit could not be dropped"
-        if why or self._held:
-            self.why_not = why and f"SGLang takes no request: {why}. Refit again; no restart is due"
+        label = "" if why else labels.pop()
+        if label:  # before a row that these weights compute
+            self._scheduler.record_weight_version_change(new_version=label)
+        self.why_not = (
+            why and f"{TORN}SGLang takes no request: {why}. Refit again; no restart is due"
+        )
         if why:
-            everything = AbortReq(abort_all=True, finished_reason=_finish(self.why_not))
+            everything = AbortReq(
+                abort_all=True, abort_message=self.why_not, finished_reason=_finish(self.why_not)
+            )
             self._scheduler.abort_request(everything)
         if self._held and not self._paused_before:
             self._scheduler.continue_generation(ContinueGenerationReqInput(torch_empty_cache=False))
         self._held = False
-        return [answer for answer, _ in found]
+        return label, [answer for answer, _ in found]
 
     def grant(self, key: str) -> None:
         """See :meth:`WorkerRefits.grant`: nothing is computed before it returns."""

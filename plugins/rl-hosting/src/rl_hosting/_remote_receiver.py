@@ -82,6 +82,7 @@ class RemoteReceiver:
         wake: Callable[[], None],
     ) -> None:
         self.version = self.origin = 0
+        self.label = ""
         self.torn = False
         self.name = process.name
         self._process = process
@@ -261,9 +262,9 @@ class RemoteReceiver:
         return RefitAborted(f"{self.name}: it was shut down", fix="build a new backend")
 
     def _adopt(self, states: list[dict[str, Any]]) -> None:
-        weights = {(state["version"], state["origin"]) for state in states}
+        weights = {(state["version"], state["origin"], state["label"]) for state in states}
         self.torn = any(state["torn"] for state in states) or len(weights) > 1
-        self.version, self.origin = min(weights)
+        self.version, self.origin, self.label = min(weights)
 
     def _ask(self, method: str, /, timeout_s: float | None = None, **arguments: Any) -> list[Any]:
         """Every worker's answer.

@@ -24,7 +24,11 @@ if TYPE_CHECKING:
 
     from rl_core.interfaces import WeightSink
 
-__all__ = ["WorkerRefits"]
+__all__ = ["TORN", "WorkerRefits"]
+
+#: How the reason begins with which a shared engine ends rows while its weights are torn: clients
+#: raise a WeightsTornError for it.
+TORN = "WeightsTornError: "
 
 #: Variable which, set to 1 where a shared engine runs, lets its clients call functions beside the
 #: weights, and write weights without a refit: so the conformance suite puts faults into engines.
@@ -185,12 +189,17 @@ class WorkerRefits:
     def state(self) -> dict[str, Any]:
         """The version and origin that the worker has, and whether its weights are torn.
 
-        They count as torn while a refit may write.
+        They count as torn while a refit may write. A server gives rows the ``label`` of both, which
+        is empty before the first refit.
         """
         writes = self._writes is not None and not self._writes.done()
-        receiver = self._receiver
-        labels = {"version": receiver.version, "origin": receiver.origin}
-        return {**labels, "torn": receiver.torn or writes}
+        version, origin = self._receiver.version, self._receiver.origin
+        return {
+            "version": version,
+            "origin": origin,
+            "label": f"{origin:x}-{version}" if origin else "",
+            "torn": self._receiver.torn or writes,
+        }
 
     # -- the weights themselves -------------------------------------------------------------------
 

@@ -40,6 +40,8 @@ SET_IN_ROWS = frozenset(
         "top_p",
     }
 )
+#: Of SGLang's loads: what changes with every step that decodes.
+_COUNTED = ("num_used_tokens", "total_prefill_uncached_tokens", "decode_moments")
 #: Tokens of a prompt and its completion, beyond the longest prompt: SGLang reserves the last two.
 _BEYOND_PROMPT = 4
 #: Candidates whose log-probs are compared, prompts that are tried, and how far apart two
@@ -136,7 +138,7 @@ class SglangServer(Server):
         sampled = self.config.get("do_sample", True)
         temperature = self.config.get("temperature", 1.0) if sampled else 1.0
         raw = self.config.get("logprobs_mode", "processed") == "raw"
-        if temperature in (0.0, 1.0):  # 0 is greedy
+        if temperature == 1.0:
             return
         for token in range(min(_PROMPTS, self.checkpoint.facts.vocab_size)):
             plain, scaled = await asyncio.gather(
@@ -229,7 +231,7 @@ class SglangServer(Server):
         """See :meth:`Server.part`."""
         meta = event["meta_info"]
         reason = meta["finish_reason"]
-        spans = meta.get("weight_versions") or []
+        spans = meta.get("weight_versions")
         kind = "" if reason is None else str(reason["type"])
         return Part(
             ids=[int(token) for token in event["output_ids"]],
@@ -238,13 +240,26 @@ class SglangServer(Server):
                 for one in meta["output_token_logprobs"]
             ],
             reason=kind if kind in ("", "length", "stop") else f"{kind}: {reason.get('message')}",
-            labels={str(meta["weight_version"]), *(str(one["version"]) for one in spans)},
+            # Without rl-guests there, the last part of a row alone has labels of its tokens.
+            labels={str(one["version"]) for one in spans or [{"version": meta["weight_version"]}]},
             whole=not self._incremental,
         )
 
     async def abort(self, name: str, timeout_s: float) -> None:
         """See :meth:`Server.abort`."""
         await self.client.post("/abort_request", {"rid": name}, timeout_s)
+
+    async def progress(self, timeout_s: float) -> Any:
+        """See :meth:`Server.progress`."""
+        loads = (await self.client.get("/v1/loads?include=core", timeout_s)).get("loads") or ()
+        return [[load.get(key) for key in _COUNTED] for load in loads]
+
+    async def paused(self, timeout_s: float) -> bool:
+        """See :meth:`Server.paused`: by the plugin of rl-guests; SGLang itself does not say it."""
+        body = {"server_args": {"rl_refit": 0}}
+        _, answer = await self.client.post("/set_internal_state", body, timeout_s)
+        paused: bool = answer == [{"rl_refit": [True]}]
+        return paused
 
     async def call_workers(self, frame: str, timeout_s: float) -> list[str]:
         """See :meth:`Server.call_workers`: by the plugin of rl-guests in the server."""
@@ -260,11 +275,6 @@ class SglangServer(Server):
                 "SGLANG_PLUGINS, or with rl_core among them",
                 capability="refit",
             ) from None
-
-    async def set_label(self, label: str) -> None:
-        """See :meth:`Server.set_label`."""
-        body = {"new_version": label, "abort_all_requests": False}
-        await self.client.post("/update_weight_version", body, self.answer_s)
 
     async def reset_caches(self) -> None:
         """See :meth:`Server.reset_caches`."""

@@ -26,6 +26,8 @@ _VERSIONS = ">=0.32,<0.33"
 _LOADED = Weights("default")
 #: What vLLM writes for the log-probs NaN and minus infinity.
 _NO_NUMBER = -9999.0
+#: Of vLLM's metrics: what counts tokens.
+_COUNTED = (b"vllm:generation_tokens_total", b"vllm:prompt_tokens_total")
 _HOW = (
     "start it with VLLM_SERVER_DEV_MODE=1 and with --enable-scale-out "
     '--logprobs-mode processed_logprobs --weight-transfer-config \'{"backend": "rl_core"}\''
@@ -120,6 +122,10 @@ class VllmServer(Server):
             unusable=self._unusable(config),
         )
 
+    async def measure(self) -> None:
+        """Tries the key: vLLM guards none of the routes that :meth:`look` asks."""
+        await self.client.get("/v1/models", self.answer_s)
+
     def _unusable(self, config: _Config) -> tuple[str, str] | None:
         model = config.model_config
         if config.scheduler_config.runner_type != "generate":
@@ -132,7 +138,7 @@ class VllmServer(Server):
             return why, "start it without"
         wanted = f"{self.config.get('logprobs_mode', 'processed')}_logprobs"
         changed = self.config.get("do_sample", True) and any(
-            self.config.get(key, off) not in (off, None, 0)
+            self.config.get(key, off) not in (off, None)
             for key, off in {"temperature": 1.0, "top_k": 0, "top_p": 1.0}.items()
         )
         changed = changed or self.config.get("repetition_penalty", 1.0) != 1.0
@@ -178,6 +184,15 @@ class VllmServer(Server):
         """See :meth:`Server.abort`."""
         body = {"request_ids": [f"generate-tokens-{name}"]}
         await self.client.post("/inference/v1/abort_requests", body, timeout_s)
+
+    async def progress(self, timeout_s: float) -> Any:
+        """See :meth:`Server.progress`; vLLM started with --disable-log-stats does not count."""
+        _, metrics = await self.client.ask("/metrics", timeout_s)
+        return [line for line in metrics.splitlines() if line.startswith(_COUNTED)]
+
+    async def paused(self, timeout_s: float) -> bool:
+        """See :meth:`Server.paused`."""
+        return (await self.client.get("/is_paused", timeout_s)).get("is_paused") is True
 
     async def call_workers(self, frame: str, timeout_s: float) -> list[str]:
         """See :meth:`Server.call_workers`."""

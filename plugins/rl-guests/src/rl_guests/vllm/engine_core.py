@@ -4,23 +4,34 @@ vLLM calls its workers between two steps of the scheduler. So nothing is generat
 written to, but the next step would follow an update that failed half-way. Its executor also reads
 one answer too few where several workers raise. Both are decided here, in the one process that
 calls all workers of a replica.
+
+Weights that are partly new decode nothing: the rows that vLLM has end with the reason, and so does
+each that arrives. vLLM's own outputs have no place for it, so it travels as the stop reason of an
+output that ends with an error, and the process of the HTTP server makes a response of it.
 """
 
 from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
+from http import HTTPStatus
 from typing import TYPE_CHECKING, Any
 
+from vllm.exceptions import GracefulHTTPError
+from vllm.outputs import RequestOutput
 from vllm.v1.core.sched.interface import PauseState
+from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, FinishReason
 from vllm.v1.engine.core import EngineCore, EngineCoreProc
 from vllm.v1.engine.llm_engine import LLMEngine
+from vllm.v1.engine.output_processor import RequestOutputCollector, RequestState
+from vllm.v1.request import RequestStatus
 
 from rl_core.errors import WeightsTornError
 from rl_hosting.cluster.remote_error import decode_error, encode_error
+from rl_hosting.worker_refits import TORN
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable
 
 __all__ = ["call_in_worker", "guard_engine_core"]
 
@@ -54,13 +65,14 @@ class _Hold:
 
 
 def guard_engine_core(backend: str) -> None:
-    """Wraps what vLLM's engine core does in updates, pauses and requests.
+    """Wraps what vLLM's engine core does in updates, pauses and requests, and how a row ends.
 
     Args:
         backend: The name of the weight-transfer backend of which engines are meant.
     """
     call, resume = EngineCore.collective_rpc, EngineCore.resume_scheduler
-    add, accept = EngineCore.preprocess_add_request, LLMEngine.add_request
+    add, accept = EngineCore.add_request, LLMEngine.add_request
+    complete, put = RequestState._new_completion_output, RequestOutputCollector.put
     kinds: list[Any] = [EngineCore, EngineCoreProc]
     pauses = [pausing_later(kind.pause_scheduler) for kind in kinds]
 
@@ -82,21 +94,39 @@ def guard_engine_core(backend: str) -> None:
         resume(self)
 
     @functools.wraps(add)
-    def preprocess_add_request(self: Any, request: Any) -> Any:
-        _check_whole(self, "takes no request")
-        return add(self, request)
+    def add_request(self: Any, request: Any, *args: Any, **kwargs: Any) -> None:
+        if _hold_of(self).reason:  # told by the thread that updates: no row slips in between
+            _end_rows(self, [request])
+        else:
+            add(self, request, *args, **kwargs)
 
     @functools.wraps(accept)
-    def add_request(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def add_request_here(self: Any, *args: Any, **kwargs: Any) -> Any:
         # A core in this process refuses a request when it is already among those to be answered.
         if isinstance(core := getattr(self.engine_core, "engine_core", None), EngineCore):
             _check_whole(core, "takes no request")
         return accept(self, *args, **kwargs)
 
+    @functools.wraps(complete)
+    def complete_with_labels(self: Any, *args: Any, **kwargs: Any) -> Any:
+        output = complete(self, *args, **kwargs)  # vLLM labels the last part of a row alone
+        output.weight_versions = self._weight_version_spans()
+        return output
+
+    @functools.wraps(put)
+    def put_or_refuse(self: Any, output: Any) -> None:
+        rows = output.outputs if isinstance(output, RequestOutput) else ()
+        for why in (str(row.stop_reason) for row in rows if row.finish_reason == "error"):
+            if why.startswith(TORN):
+                output = GracefulHTTPError(why, HTTPStatus.SERVICE_UNAVAILABLE)
+        put(self, output)
+
     EngineCore.collective_rpc = collective_rpc
     EngineCore.resume_scheduler = resume_scheduler
-    EngineCore.preprocess_add_request = preprocess_add_request
-    LLMEngine.add_request = add_request
+    EngineCore.add_request = add_request
+    LLMEngine.add_request = add_request_here
+    RequestState._new_completion_output = complete_with_labels
+    RequestOutputCollector.put = put_or_refuse
     for kind, pause in zip(kinds, pauses, strict=True):
         kind.pause_scheduler = pause
 
@@ -142,6 +172,8 @@ def _update(
         if not hold.reason or method == "update_weights":
             why = "" if error is None else f": {error.message}"
             hold.reason = f"the last update failed, and left a part of the weights new{why}"
+        if isinstance(core, EngineCoreProc):  # one in this process has no row during a call
+            _end_rows(core, core.scheduler.finish_requests(None, RequestStatus.FINISHED_ABORTED))
     else:
         refitted, healed = labels != {hold.label}, bool(hold.reason)
         hold.reason = ""
@@ -200,6 +232,16 @@ def _check_whole(core: Any, what: str) -> None:
         raise WeightsTornError(
             f"vLLM {what}: {reason}", fix="update the weights again; the engine needs no restart"
         )
+
+
+def _end_rows(core: Any, requests: Iterable[Any]) -> None:
+    """Ends rows of clients in other processes, with the reason why nothing is decoded."""
+    why = f"{TORN}vLLM takes no request: {_hold_of(core).reason}. Refit again; no restart is due"
+    for request in requests:
+        name = request.request_id
+        output = EngineCoreOutput(name, [], finish_reason=FinishReason.ERROR, stop_reason=why)
+        outputs = EngineCoreOutputs(finished_requests={name}, outputs=[output])
+        core.output_queue.put_nowait((request.client_index, outputs))
 
 
 def _hold_of(core: Any) -> _Hold:

@@ -126,8 +126,7 @@ class RefitTransferEngine(WeightTransferEngine[Introduction, Update]):  # type: 
     def state(self) -> tuple[bool, str]:
         """Whether the weights are partly old and partly new, and the label of a refit's."""
         state = self._refits.state()
-        label = f"{state['origin']:x}-{state['version']}" if state["origin"] else ""
-        return state["torn"], label
+        return state["torn"], state["label"]
 
     def answer_frame(self, frame: str) -> str:
         """Answers a frame of a driver that refits this engine by its URL; both in base64."""

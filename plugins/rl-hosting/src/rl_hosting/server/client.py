@@ -81,7 +81,7 @@ class ServerClient:
         """The JSON object behind a path.
 
         Raises:
-            ConfigError: The server refuses the key.
+            ConfigError: The server refuses the key, or redirects.
             DeadlineError: It does not answer in time.
             PluginError: It answers something else.
             WorkerDiedError: There is no server, or it went away.
@@ -95,7 +95,7 @@ class ServerClient:
         """What the server answers, with its status; an empty dict for what is no JSON.
 
         Raises:
-            ConfigError: The server refuses the key.
+            ConfigError: The server refuses the key, or redirects.
             DeadlineError: It does not answer in time.
             PluginError: It has no such route.
             WorkerDiedError: There is no server, or it went away.
@@ -108,27 +108,30 @@ class ServerClient:
         except ValueError:
             return status, {"message": _short(found)}
 
-    async def status(self, path: str, timeout_s: float) -> int:
-        """The status with which the server answers.
+    async def ask(self, path: str, timeout_s: float) -> tuple[int, bytes]:
+        """The status and the body with which the server answers.
 
         Raises:
             DeadlineError: It does not answer in time.
             WorkerDiedError: There is no server, or it went away.
         """
-        return (await self._request("GET", path, None, timeout_s))[0]
+        return await self._request("GET", path, None, timeout_s)
 
     async def events(self, path: str, body: dict[str, Any]) -> AsyncGenerator[dict[str, Any]]:
         """The events of a stream, as they come; it has no deadline of its own.
 
         Raises:
-            ConfigError: The server refuses the key.
+            ConfigError: The server refuses the key, or redirects.
             PluginError: It refuses the request, or sends what is no event.
             WorkerDiedError: There is no server, or it went away before the end of the stream.
         """
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=self._connect_s)
         rest = b""
         try:
-            async with self._opened().post(self.url + path, json=body, timeout=timeout) as answer:
+            async with self._opened().post(
+                self.url + path, json=body, timeout=timeout, allow_redirects=False
+            ) as answer:
+                self._check_redirect(path, answer)
                 if answer.status != 200:
                     raise self._refused(path, answer.status, await answer.content.read(1 << 16))
                 async for chunk in answer.content.iter_any():
@@ -181,7 +184,10 @@ class ServerClient:
         timeout = aiohttp.ClientTimeout(total=timeout_s, sock_connect=self._connect_s)
         where = self.url + path
         try:
-            async with self._opened().request(method, where, json=body, timeout=timeout) as answer:
+            async with self._opened().request(
+                method, where, json=body, timeout=timeout, allow_redirects=False
+            ) as answer:
+                self._check_redirect(path, answer)
                 found = bytearray()
                 async for chunk in answer.content.iter_any():
                     found += chunk
@@ -194,6 +200,16 @@ class ServerClient:
             raise self._late(f"{method} {path}", timeout_s) from None
         except (aiohttp.ClientError, OSError) as error:
             raise self.gone(error) from error
+
+    def _check_redirect(self, path: str, answer: aiohttp.ClientResponse) -> None:
+        """Follows no redirect: it would lose the key, and the body of the request."""
+        if 300 <= answer.status < 400:
+            to = answer.headers.get("Location", "")
+            raise ConfigError(
+                f"{self.who} redirects {path} to {_short(to.encode())} ({answer.status})",
+                fix=f"set url to the address at which the server of {self.engine} itself answers",
+                key="url",
+            )
 
     def _opened(self) -> aiohttp.ClientSession:
         if self._session is None:

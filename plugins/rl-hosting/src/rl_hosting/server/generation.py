@@ -175,8 +175,8 @@ class ServerGeneration(GenerationBackend):
         return True
 
     def _on_commit(self, version: int) -> None:
-        """Counts on the new weights; the server has reset its caches."""
-        self._server.committed(f"{self._remote.origin:x}-{version}")
+        """Counts on the new weights; the server has labelled them, and has reset its caches."""
+        self._server.committed(self._remote.label)
 
     def _lost(self) -> None:
         self._remote.torn = True

@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 from rl_backends import Completion
 from rl_backends.generation.stop_strings import StopStrings
-from rl_core.errors import ConfigError, PluginError
+from rl_core.errors import ConfigError, PluginError, WeightsTornError
+from rl_hosting.worker_refits import TORN
 
 if TYPE_CHECKING:
     from rl_backends.generation.rows import Row
@@ -73,12 +74,13 @@ class RowStream:
 
         Raises:
             PluginError: The server refused the row, gave it up, or sent what is no part of a row.
+            WeightsTornError: It refused the row because of its weights, or ended it.
         """
         if "error" in event:
             error = event["error"]
-            raise self._fault(
-                f"refused a row: {error.get('message') if isinstance(error, dict) else error}"
-            )
+            why = str(error.get("message") if isinstance(error, dict) else error)
+            self._check_whole(why)
+            raise self._fault(f"refused a row: {why}")
         try:
             part = self._server.part(event)
         except (KeyError, TypeError, ValueError, IndexError) as error:
@@ -87,6 +89,7 @@ class RowStream:
             ) from error
         self.ended = bool(part.reason)
         if part.reason.startswith("abort"):
+            self._check_whole(part.reason.removeprefix("abort: "))
             raise self._fault(
                 f"aborted a row: {part.reason}",
                 fix="look at its log; another client may abort all requests",
@@ -110,6 +113,15 @@ class RowStream:
                 "generation_config.json to model_name; if the reason is NaN, check the weights",
             )
         return None, part.labels
+
+    def _check_whole(self, why: str) -> None:
+        if why.startswith(TORN):
+            client = self._server.client
+            raise WeightsTornError(
+                f"{client.who} refuses rows: {why.removeprefix(TORN)}",
+                fix="call refit again; the server needs no restart",
+                url=client.url,
+            )
 
     def _completion(self, count: int, *, truncated: bool) -> Completion:
         ids, logprobs = self._ids[:count], self._logprobs[:count]

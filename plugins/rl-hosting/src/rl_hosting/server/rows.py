@@ -26,6 +26,8 @@ _WAIT_S = 0.5
 #: Seconds between words to the server that a row is given up, until it let go: the first may come
 #: before the row itself.
 _AGAIN_S = 0.25
+#: How often in the time that it may be silent a server is asked whether it decodes.
+_LOOKS = 10
 #: Seconds after which a row that was given up is forgotten here, and its connection closed.
 _FORGET_S = 10.0
 
@@ -40,7 +42,7 @@ class ServerRows(RowEngine):
     Args:
         server: The server.
         room: Rows that it is given at a time.
-        silence_s: Seconds without a sign of life after which it counts as hung.
+        silence_s: Seconds without a token of any client after which it counts as hung.
     """
 
     def __init__(self, server: Server, *, room: int, silence_s: float) -> None:
@@ -181,23 +183,24 @@ class ServerRows(RowEngine):
         task.cancel()
 
     async def _watch_silence(self) -> None:
-        """Fails all rows if the server shows no sign of life."""
+        """Fails all rows if the server decodes nothing, neither for this client nor for others.
+
+        Rows may wait long behind those of others, or because somebody paused the server. That it
+        answers is no sign of life.
+        """
+        progress, often_s = None, self._silence_s / _LOOKS
         while self._tasks:
-            await asyncio.sleep(min(1.0, self._silence_s / 10))
-            if time.monotonic() < self._heard + self._silence_s / 2:
-                continue
-            # Rows that wait in the server's queue say nothing; it may be well all the same.
-            left = self._heard + self._silence_s - time.monotonic()
+            await asyncio.sleep(often_s)
             with suppress(RLError):
-                if left > 0 and await self._client.status("/health", left) == 200:
+                before, progress = progress, await self._server.progress(often_s)
+                if progress != before or await self._server.paused(often_s):
                     self._heard = time.monotonic()
-                    continue
             if time.monotonic() < self._heard + self._silence_s:
                 continue
             for key in list(self._tasks):
                 error = DeadlineError(
-                    f"{self._client.who} gave no sign of life for "
-                    f"{self._silence_s:g} s while it had rows to decode ({len(self._tasks)})",
+                    f"{self._client.who} decoded no token for {self._silence_s:g} s, for no "
+                    f"client, while it had rows to decode ({len(self._tasks)})",
                     fix="look at its log, or raise request_timeout_s",
                     url=self._client.url,
                     seconds=self._silence_s,

@@ -32,11 +32,16 @@ if TYPE_CHECKING:
 __all__ = ["Part", "Server", "ServerFacts", "Weights", "read_version"]
 
 
+#: How often a server that is new is looked at again: if it is another one then, there are several,
+#: because a restart takes longer.
+_LOOKS = 3
+
+
 class Weights(msgspec.Struct, frozen=True):
     """Which weights a server has, as far as it reports them.
 
     Attributes:
-        label: Given by the client that loaded them.
+        label: Given by the refit that brought them.
         path: The directory that they were loaded from; empty if the engine does not report it.
     """
 
@@ -177,11 +182,16 @@ class Server(ABC):
         """Has the server give up a row."""
 
     @abstractmethod
+    async def progress(self, timeout_s: float) -> Any:
+        """What changes whenever a row of any client gets a token."""
+
+    @abstractmethod
+    async def paused(self, timeout_s: float) -> bool:
+        """Whether somebody paused the server."""
+
+    @abstractmethod
     async def call_workers(self, frame: str, timeout_s: float) -> list[str]:
         """Has every worker answer a frame of a refit; frame and answers are in base64."""
-
-    async def set_label(self, label: str) -> None:
-        """Labels the weights of a refit, unless the server's plugin does so itself."""
 
     @abstractmethod
     async def reset_caches(self) -> None:
@@ -256,12 +266,8 @@ class Server(ABC):
         Raises:
             WeightsTornError: The server has others.
         """
-
-        async def labelled() -> ServerFacts:
-            await self.set_label(label)
-            return await self._look(self.facts)
-
-        self.facts = self.client.run(labelled(), 4 * self.answer_s, "which weights it has")
+        asked = self._look(self.facts)
+        self.facts = self.client.run(asked, 4 * self.answer_s, "which weights it has")
         self.counted_on = Weights(label, self.facts.weights.path)
         if self.facts.weights != self.counted_on:
             raise self.lost(self.facts.weights.label)
@@ -270,6 +276,15 @@ class Server(ABC):
         """What the server reports of itself; one that was started since is checked anew."""
         facts = await self.look()
         if known is None or known.start != facts.start:
+            for _ in range(_LOOKS):
+                if (await self.look()).start != facts.start:
+                    raise ConfigError(
+                        f"several servers of {self.name} answer at {self.client.url} in turn; a "
+                        "refit would reach one of them",
+                        fix="set url to the address of one server, not to that of a load balancer, "
+                        "and start no two servers at one port",
+                        key="url",
+                    )
             self._check(facts)
             await self.measure()
         return facts
