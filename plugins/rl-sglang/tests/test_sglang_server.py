@@ -66,12 +66,25 @@ def test_server_elsewhere_of_the_same_architecture_is_taken(
 
 def test_wrong_key_is_refused_and_no_key_is_shown(connect: Any, fake: FakeSglangServer) -> None:
     fake.key = KEY
-    for given in ("sk-another-secret", None, b"sk-another-secret"):
+    unseen: tuple[Any, ...] = (b"sk-another-secret", "sk-another-secret\n", "sk-another-s\xe9cret")
+    for given in (*unseen, "sk-another-secret", None):
+        assert given not in unseen or not fake.headers
         with pytest.raises(ConfigError) as caught:
             connect(api_key=given)
         assert caught.value.details["key"] == "api_key"
         assert "sk-another" not in str(caught.value)
         assert KEY not in str(caught.value)
+
+
+def test_address_that_is_not_one_server_is_refused(connect: Any, fake: FakeSglangServer) -> None:
+    fake.turns = True
+    with pytest.raises(ConfigError, match="several servers of SGLang answer") as caught:
+        connect()
+    assert caught.value.details["key"] == "url"
+    fake.moved = "http://elsewhere/"
+    with pytest.raises(ConfigError, match="to 'http://elsewhere/'") as caught:
+        connect()
+    assert caught.value.details["key"] == "url"
 
 
 def test_key_is_sent_and_not_kept_in_what_is_shown(connect: Any, fake: FakeSglangServer) -> None:
@@ -167,6 +180,13 @@ def test_what_logprobs_are_of_is_found_out(connect: Any, fake: FakeSglangServer,
     with pytest.raises(CapabilityError, match="SGLANG_RETURN_ORIGINAL_LOGPROB"):
         connect(temperature=0.5, logprobs_mode=wrong)
     connect(logprobs_mode=wrong)  # at temperature 1 they are the same
+
+
+def test_temperature_0_is_greedy(connect: Any, fake: FakeSglangServer) -> None:
+    connect(temperature=0.0).generate(prompts([5]))
+    assert fake.requests[0]["sampling_params"]["temperature"] == 0.0
+    with pytest.raises(ConfigError, match="temperature"):
+        connect(temperature=-0.5)
 
 
 def test_repetition_penalty_is_refused(connect: Any) -> None:

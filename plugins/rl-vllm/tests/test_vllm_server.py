@@ -43,12 +43,15 @@ class CannedClient:
             "/version": {"version": "0.32.1"},
             "/server_info?config_format=json": {"vllm_config": self.config},
             "/weight_info": {"weight_version": "default"},
+            "/v1/models": {"data": []},
         }
 
     def run(self, asked: Coroutine[Any, Any, Any], timeout_s: float, what: str) -> Any:
         return asyncio.run(asyncio.wait_for(asked, timeout_s))
 
     async def get(self, path: str, timeout_s: float) -> Any:
+        if isinstance(self.answers[path], Exception):
+            raise self.answers[path]
         return self.answers[path]
 
     async def post(self, path: str, body: Any, timeout_s: float) -> Any:
@@ -101,6 +104,14 @@ def test_server_that_is_of_no_use_is_refused(
 ) -> None:
     client.config[section] = client.config.get(section, {}) | changed
     with pytest.raises(error, match=said):
+        server()
+
+
+def test_a_key_that_only_the_routes_that_generate_refuse_is_refused_at_once(
+    server: Any, client: CannedClient
+) -> None:
+    client.answers["/v1/models"] = ConfigError("api_key is not valid", fix="set it", key="api_key")
+    with pytest.raises(ConfigError, match="api_key"):
         server()
 
 

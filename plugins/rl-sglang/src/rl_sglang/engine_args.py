@@ -335,7 +335,7 @@ def check_sampling(config: Mapping[str, Any]) -> None:
     Raises:
         ConfigError: The temperature is too low, or there is a repetition penalty.
     """
-    if 0 < config.get("temperature", 1.0) < _COLDEST:
+    if config.get("temperature", 1.0) < _COLDEST:
         raise ConfigError(
             f"temperature is {config['temperature']}, but below {_COLDEST} SGLang takes the argmax",
             fix="use a higher temperature, or greedy=True",

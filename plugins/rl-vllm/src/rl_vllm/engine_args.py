@@ -236,7 +236,7 @@ def check_temperature(config: Mapping[str, Any]) -> None:
         ConfigError: The temperature is out of bounds.
     """
     temperature = config.get("temperature", 1.0)
-    if 0 < temperature < _TEMPERATURES[0] or temperature > _TEMPERATURES[1]:
+    if not _TEMPERATURES[0] <= temperature <= _TEMPERATURES[1]:
         raise ConfigError(
             f"temperature is {temperature}; vLLM applies only temperatures from "
             f"{_TEMPERATURES[0]} to {_TEMPERATURES[1]}",

@@ -23,16 +23,19 @@ class ServerConfig(GenerationConfig):
     and the tokenizer for stop strings are read from it. Its weights may be missing.
 
     Attributes:
+        temperature: Divides the logits before sampling; 0 stands for ``do_sample=False``, as in the
+            APIs of the servers. Default 1.0.
         url: Address of the server, such as ``"http://127.0.0.1:8000"``.
         api_key: Key of the server; sent as a bearer token, and in no error.
         connect_timeout_s: Seconds for a connection, and for responses that need no generation.
             Default 10.
-        request_timeout_s: Seconds without a token or a response, after which a server that has
-            requests counts as hung. Default 300.
+        request_timeout_s: Seconds in which the server decodes no token, for no client, and nobody
+            has paused it: then it counts as hung, and its rows fail. Default 300.
         max_requests: Rows that the server has at a time; others wait in this process. Default 256.
         trust_remote_code: Run Python that comes with the checkpoint. Default False.
     """
 
+    temperature: NotRequired[Annotated[float, Range(ge=0)]]
     url: Annotated[str, AlsoCalled("server_url base_url")]
     api_key: NotRequired[Any]  # a string; an error of check_config would show what else it is
     connect_timeout_s: NotRequired[Annotated[float, Range(gt=0)]]
@@ -52,11 +55,22 @@ def check_server_config(spec: type, config: Mapping[str, Any], what: str) -> dic
     Raises:
         ConfigError: A key is unknown, ill-typed or of no use; the message has no ``api_key``.
     """
-    if not isinstance(config.get("api_key"), str | None):
+    api_key = config.get("api_key")
+    if not isinstance(api_key, str | None):
         raise ConfigError(
             "api_key must be a string or None", fix="give the key as a string", key="api_key"
         )
+    if api_key is not None and not (api_key.isascii() and api_key.isprintable()):
+        raise ConfigError(
+            "api_key has a line break, or another character that an HTTP header cannot have",
+            fix="give the key alone, of printable ASCII characters: text that was read from a file "
+            "may end with a line break (use strip())",
+            key="api_key",
+        )
     checked = check_config(spec, config, what=what)
+    if checked.get("temperature") == 0:
+        checked = {key: it for key, it in checked.items() if key != "temperature"}
+        checked["do_sample"] = False
     try:
         url = urlsplit(checked["url"])
         sound = url.scheme in ("http", "https") and url.hostname and url.port != 0
