@@ -15,6 +15,7 @@ from rl_core import CapabilityError, ConfigError
 from rl_core.batch import BatchedDataDict
 from rl_core.weights import refit
 from rl_hf.generation import HuggingFaceGeneration
+from rl_hf.lora import AdapterWeightSource
 
 
 def train(model: Any) -> None:
@@ -164,6 +165,8 @@ def test_other_adapters_are_refused(tiny: Any, engine: Any, why: str) -> None:
     model = load(tiny(), r=4, **REFUSED[why])
     with pytest.raises(CapabilityError, match=f"cannot be merged.*{why}"):
         refit(model, engine)
+    with pytest.raises(CapabilityError, match="without merging it"):
+        AdapterWeightSource(model)
     assert engine.weights_version == 0
 
 
@@ -178,6 +181,73 @@ def test_adapters_of_another_kind_are_refused(tiny: Any, engine: Any) -> None:
     model = peft.get_peft_model(load(tiny()), settings)
     with pytest.raises(CapabilityError, match=r"cannot be merged.*ia3"):
         refit(model, engine)
+    with pytest.raises(CapabilityError, match="without merging it"):
+        AdapterWeightSource(model)
+
+
+def two_adapters(path: Any, **config: Any) -> Any:
+    """The second one has one module, and scales otherwise."""
+    model = load(path, r=4, target_modules="all-linear", **config)
+    other = peft.LoraConfig(
+        task_type="CAUSAL_LM",
+        r=4,
+        target_modules=["q_proj"],
+        init_lora_weights=False,
+        use_rslora=True,
+        alpha_pattern={"layers.0.self_attn.q_proj": 3},
+    )
+    model.add_adapter("other", other)
+    return model
+
+
+CHANGES: dict[str, Any] = {
+    "nothing": lambda model, layer: None,
+    "disabled": lambda model, layer: model.base_model.disable_adapter_layers(),
+    "disabled in a module": lambda model, layer: layer.enable_adapters(False),
+    "the other is active": lambda model, layer: model.set_adapter("other"),
+    "the other is left": lambda model, layer: (
+        model.set_adapter("other"),
+        model.delete_adapter("default"),
+    ),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+@torch.no_grad()
+def test_adapters_sent_alone_are_what_the_model_computes(tiny: Any, change: str) -> None:
+    model = two_adapters(tiny())
+    layers = {
+        name: layer
+        for name, layer in model.get_base_model().named_modules()
+        if hasattr(layer, "lora_A")
+    }
+    CHANGES[change](model, next(iter(layers.values())))
+    if change == "the other is left":
+        with pytest.raises(CapabilityError, match="k_proj has no adapter left"):
+            AdapterWeightSource(model)
+        return
+    source = AdapterWeightSource(model)
+    sent = dict(source.tensors([spec.name for spec in source.specs()]))
+    for name, layer in layers.items():
+        a, b = (sent[f"base_model.model.{name}.lora_{which}.weight"] for which in "AB")
+        inputs = torch.eye(layer.in_features)
+        added = layer(inputs) - layer.base_layer(inputs)
+        torch.testing.assert_close((b @ a).T, added, atol=1e-5, rtol=0)
+
+
+NOT_ALONE: dict[str, Any] = {
+    "several active": lambda model: model.base_model.set_adapter(["default", "other"]),
+    "merged into its weight": lambda model: model.merge_adapter(),
+    "norm has trained weights of its own": lambda model: model,
+}
+
+
+@pytest.mark.parametrize("why", NOT_ALONE)
+def test_what_cannot_be_sent_alone_is_refused_by_name(tiny: Any, why: str) -> None:
+    model = two_adapters(tiny(), modules_to_save=["norm"] if "norm" in why else None)
+    NOT_ALONE[why](model)
+    with pytest.raises(CapabilityError, match=why):
+        AdapterWeightSource(model)
 
 
 @pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings=True`")

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from torch import nn
 
-__all__ = ["AdapterTensor", "adapter_tensors", "add_adapters"]
+__all__ = ["AdapterTensor", "active_adapters", "adapter_tensors", "add_adapters"]
 
 #: What peft puts before the names of a model's modules in the files of an adapter.
 _PREFIX = "base_model.model."
@@ -27,7 +27,8 @@ class AdapterTensor(NamedTuple):
     Attributes:
         module: Name of the module in the base model.
         parameter: Of peft's layer.
-        scale: What a refit multiplies it by: ``alpha / r`` for B, 1 for A.
+        scale: What a refit multiplies it by: ``alpha / r`` for B and 1 for A; 0 for both where the
+            model computes without an adapter.
     """
 
     module: str
@@ -90,31 +91,66 @@ def add_adapters(
 def adapter_tensors(model: Any) -> dict[str, AdapterTensor]:
     """A and B of every module with an adapter, by their names in the files that peft saves.
 
+    They are what the model computes with now: those of the active adapter, and zeros where it is
+    disabled or of other modules alone.
+
     Args:
         model: What :func:`add_adapters` returned.
 
     Raises:
-        CapabilityError: An adapter is not plain LoRA on a linear layer, which is all that engines
-            serve.
+        CapabilityError: What the model adds to its base weights is not one plain LoRA of linear
+            layers, which is all that engines serve.
     """
     from peft.tuners import lora
     from peft.tuners.tuners_utils import BaseTunerLayer
+    from peft.utils.other import AuxiliaryTrainingWrapper
 
     found = {}
     for full_name, layer in model.get_base_model().named_modules():
+        module, kind = plain_name(full_name), type(layer).__name__
+        if isinstance(layer, AuxiliaryTrainingWrapper):
+            raise _not_alone(module, f"has trained weights of its own ({kind})")
         if not isinstance(layer, BaseTunerLayer):
             continue
-        module = plain_name(full_name)
-        if not isinstance(layer, lora.Linear) or layer.lora_variant:
-            raise CapabilityError(
-                f"{module} has an adapter of the kind {type(layer).__name__}; a refit can send "
-                "only plain LoRA of linear layers without merging it",
-                fix='leave the module out of lora.target_modules, or set lora.refit to "merged"',
-                capability="adapters",
+        plain = isinstance(layer, lora.Linear) and not layer.lora_variant
+        if not plain or any(layer.lora_bias.values()):
+            why = ", with a variant or a bias" if isinstance(layer, lora.Linear) else ""
+            raise _not_alone(module, f"has an adapter of the kind {kind}{why}")
+        if layer.merged:
+            raise _not_alone(
+                module,
+                f"has adapters merged into its weight: {layer.merged_adapters}",
+                fix="call unmerge_adapter() before the refit",
             )
-        [adapter] = layer.lora_A
-        pair = ("A", layer.lora_A, 1.0), ("B", layer.lora_B, float(layer.scaling[adapter]))
-        for which, parts, scale in pair:
+        active = [] if layer.disable_adapters else active_adapters(layer)
+        if len(active) > 1 or not layer.lora_A:
+            raise _not_alone(
+                module,
+                f"has several active adapters: {active}" if active else "has no adapter left",
+                fix='activate one adapter (set_adapter), or set lora.refit to "merged"',
+            )
+        [adapter] = active or [*layer.lora_A][:1]
+        scale = float(layer.scaling[adapter])
+        for which, parts, factor in (("A", layer.lora_A, 1.0), ("B", layer.lora_B, scale)):
             name = f"{_PREFIX}{module}.lora_{which}.weight"
-            found[name] = AdapterTensor(module, parts[adapter].weight, scale)
+            weight = parts[adapter].weight
+            found[name] = AdapterTensor(module, weight, factor if active else 0.0)
     return found
+
+
+def active_adapters(layer: Any) -> list[str]:
+    """The adapters of a peft layer that are chosen, which it computes with unless disabled."""
+    own = {*layer.lora_A, *layer.lora_embedding_A}
+    return [adapter for adapter in layer.active_adapters if adapter in own]
+
+
+def _not_alone(
+    module: str,
+    why: str,
+    fix: str = 'leave the module out of lora.target_modules, or set lora.refit to "merged"',
+) -> CapabilityError:
+    return CapabilityError(
+        f"{module} {why}; a refit can send only one plain LoRA of linear layers without merging it",
+        fix=fix,
+        capability="adapters",
+    )

@@ -54,15 +54,16 @@ def add_adapters(model: PreTrainedModel, config: Mapping[str, Any], *, seed: int
 
 
 class AdapterWeightSource(NamedTensorSource):
-    """A and B of every adapter, under the names of peft's files, for an engine that serves them.
+    """A and B of the active adapter, by the names of peft's files, for an engine that serves them.
 
-    B is multiplied by ``alpha / r``, so that the engine needs no scale.
+    B is multiplied by ``alpha / r``, so that the engine needs no scale. Where the adapter is
+    disabled, both are zeros.
 
     Args:
         model: What :func:`add_adapters` returned.
 
     Raises:
-        CapabilityError: An adapter is not plain LoRA on a linear layer.
+        CapabilityError: See :func:`rl_backends.adapters.adapter_tensors`.
     """
 
     def __init__(self, model: Any) -> None:
@@ -73,7 +74,8 @@ class AdapterWeightSource(NamedTensorSource):
     def tensors(self, names: Sequence[str]) -> Iterator[tuple[str, torch.Tensor]]:
         """See :meth:`WeightSource.tensors`."""
         for name, tensor in super().tensors(names):
-            yield name, tensor * self._adapters[name].scale
+            scale = self._adapters[name].scale
+            yield name, tensor * scale if scale else torch.zeros_like(tensor)  # not NaN * 0
 
     def pieces(self) -> None:
         """None: B is made when it is asked for."""
@@ -245,10 +247,7 @@ def _active(name: str, layer: Any) -> list[str]:
     """The adapters that are to be added to the base weight as it is now."""
     if layer.disable_adapters and layer.merged:
         raise _not_merged(name, "its adapters are both disabled and merged into the weight")
-    if layer.disable_adapters or layer.merged:
-        return []
-    own = {*layer.lora_A, *layer.lora_embedding_A}
-    return [adapter for adapter in layer.active_adapters if adapter in own]
+    return [] if layer.disable_adapters or layer.merged else adapters.active_adapters(layer)
 
 
 def _not_merged(name: str, why: str) -> CapabilityError:
