@@ -112,28 +112,32 @@ def check_shapes(name: str, specs: Sequence[TensorSpec]) -> None:
             )
 
 
-def check_positions(text: Any, max_model_len: int) -> None:
+def check_positions(
+    text: Any, longest: int, *, what: str = "max_model_len", key: str = "max_model_len"
+) -> None:
     """Makes sure that no row needs other positions than the engine has for all of them.
 
     With longrope, a row turns its queries and keys by the length that it has; engines do it by the
-    length that the longest row may have.
+    length that the longest row may have, or that the longest row has which is computed now.
 
     Args:
         text: The text part of the model's configuration.
-        max_model_len: Tokens of the longest row.
+        longest: Tokens of the longest row.
+        what: What says so, for the error.
+        key: Of the configuration, for the error.
 
     Raises:
         ConfigError: Shorter rows would have the positions of long ones.
     """
     positions = getattr(text, "rope_parameters", None) or {}
-    first = positions.get("original_max_position_embeddings") or max_model_len
-    if positions.get("rope_type") == "longrope" and max_model_len > first:
+    first = positions.get("original_max_position_embeddings") or longest
+    if positions.get("rope_type") == "longrope" and longest > first:
         raise ConfigError(
-            f"max_model_len is {max_model_len}, but rows of up to {first} tokens have other "
-            "positions than longer ones (longrope), and the engine has one kind for all rows: its "
-            "log-probs of short rows would not be those of a trainer",
-            fix=f"set max_model_len to {first}",
-            key="max_model_len",
+            f"{what} is {longest}, but rows of up to {first} tokens have other positions than "
+            "longer ones (longrope), and the engine has one kind for all rows: its log-probs of "
+            "short rows would not be those of a trainer",
+            fix=f"set {what} to {first}",
+            key=key,
         )
 
 

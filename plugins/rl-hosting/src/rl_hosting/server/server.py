@@ -12,6 +12,7 @@ import msgspec
 from packaging.specifiers import SpecifierSet
 from packaging.version import InvalidVersion, Version
 
+from rl_backends.engine.checkpoint import check_positions
 from rl_core.errors import (
     CapabilityError,
     ConfigError,
@@ -309,6 +310,8 @@ class Server(ABC):
         if facts.unusable is not None:
             why, fix = facts.unusable
             raise CapabilityError(f"{who} cannot be used: {why}", fix=fix, url=self.client.url)
+        text = ours.settings.get_text_config()
+        check_positions(text, facts.longest_row, what=f"the context of {who}", key="url")
         if self._sampled and self.config.get("seed") is not None and facts.without_seeds:
             raise CapabilityError(
                 f"seed has no effect: {who} {facts.without_seeds}",
