@@ -39,6 +39,7 @@ REFUSED = {
     "gemma2": r"attention of layer 0 \(sliding_window=4096, softcap=50.0\) differs",
     "llama4_text": "does not load all",
     "ministral": r"attention of layer 0 \(sliding_window=64\) differs",
+    "olmoe": r"leaves out clip_qkv=0\.5",
     "phi": r"lm_head\.bias\) has no effect",
     "vaultgemma": r"softcap=50.0\) differs",
 }
@@ -90,9 +91,9 @@ def test_a_refit_is_exact(family, build):
 
 @pytest.mark.parametrize("family", all_of(REFUSED))
 def test_what_computes_another_model_is_refused_when_the_engine_is_built(family, build):
-    changes = {"sliding_window": 64} if family == "ministral" else {}
+    changes = {"ministral": {"sliding_window": 64}, "olmoe": {"clip_qkv": 0.5}}
     with pytest.raises(CapabilityError, match=REFUSED[family]) as caught:
-        build(family, **changes)
+        build(family, **changes.get(family, {}))
     assert "sglang_cfg.refit to False" in caught.value.fix
 
 

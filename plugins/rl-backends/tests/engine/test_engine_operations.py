@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 
-from rl_backends.engine.operations import check_activations
+from rl_backends.engine.operations import check_operations, left_out_settings
 from rl_core.errors import CapabilityError
 
 
@@ -35,7 +36,8 @@ def model(act: nn.Module, **others: nn.Module) -> nn.Module:
 
 
 def check(ours: nn.Module, theirs: nn.Module) -> None:
-    check_activations(ours, theirs.to("meta"), engine="vLLM", without_refits="set it to False")
+    theirs.config = getattr(theirs, "config", PretrainedConfig())
+    check_operations(ours, theirs.to("meta"), engine="vLLM", without_refits="set it to False")
 
 
 @pytest.mark.parametrize(
@@ -60,3 +62,25 @@ def test_the_same_activation_passes_also_with_a_gate(ours):
 def test_what_is_no_activation_or_has_weights_is_not_compared():
     ours = model(nn.SiLU(), positions=Positions(), norm=nn.LayerNorm(4), only=nn.ReLU())
     check(ours, model(nn.SiLU(), positions=nn.ReLU(), norm=nn.LayerNorm(4)))
+
+
+@pytest.mark.parametrize(
+    ("kind", "asked"),
+    [
+        ("olmoe", {"clip_qkv": 0.5}),
+        ("olmoe", {"norm_topk_prob": True}),
+        ("gpt2", {"scale_attn_weights": False}),
+    ],
+)
+def test_a_setting_that_the_engine_never_looks_at_is_named(kind, asked):
+    def made(**settings: object) -> nn.Module:
+        with torch.device("meta"):
+            return AutoModelForCausalLM.from_config(
+                AutoConfig.for_model(kind, num_hidden_layers=1, **settings)
+            )
+
+    [(key, value)] = asked.items()
+    with pytest.raises(CapabilityError, match=f"leaves out {key}={value}"):
+        check(model(nn.SiLU()), made(**asked))
+    check(model(nn.SiLU()), made())
+    assert not [*left_out_settings(made(), made(**asked))]

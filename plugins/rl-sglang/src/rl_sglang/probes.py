@@ -18,6 +18,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import nn
 
+from rl_backends.engine.operations import left_out_settings
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
@@ -28,6 +30,7 @@ __all__ = [
     "compare_attention",
     "compare_head",
     "compare_positions",
+    "compare_settings",
     "find_differences",
     "record_attention",
 ]
@@ -58,12 +61,18 @@ def find_differences(runner: Any, checkpoint: CheckpointModel) -> list[str]:
         checkpoint: The trainer's model.
     """
     found: list[str] = []
-    for compare in (compare_head, compare_activations, compare_positions, compare_attention):
+    compares = compare_settings, compare_head, compare_activations
+    for compare in (*compares, compare_positions, compare_attention):
         try:
             found += compare(runner, checkpoint.model)
         except Exception as error:  # each model has its own code
             _log.info("%s: %s: %s", compare.__name__, type(error).__name__, error)
     return found
+
+
+def compare_settings(runner: Any, trainer: nn.Module) -> Iterator[str]:
+    """What ``config.json`` asks for, the engine's code must look at."""
+    return left_out_settings(runner.model, trainer)
 
 
 def compare_head(runner: Any, trainer: nn.Module) -> Iterator[str]:

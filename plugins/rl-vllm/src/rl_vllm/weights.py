@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
-from rl_backends.engine.operations import check_activations
+from rl_backends.engine.operations import check_operations
 from rl_backends.engine.weights import CheckpointModel, LoadedSink, LoadedWeights
 from rl_core.errors import CapabilityError, ConfigError
 from rl_vllm.cpu_weights import check_packed, pack_again
@@ -107,7 +107,7 @@ class EngineWeights(LoadedWeights):
         """
         with self.loading():
             reference = self.checkpoint.model
-            check_activations(self.model, reference, engine="vLLM", without_refits=WITHOUT_REFITS)
+            check_operations(self.model, reference, engine="vLLM", without_refits=WITHOUT_REFITS)
             check_time_steps(self.model, reference)
         return super().regions
 
