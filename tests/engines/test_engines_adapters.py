@@ -13,7 +13,7 @@ import torch
 from engines.kinds import KINDS, Kind
 from real_engines import difference, hf_policy, prompts
 
-from rl_core.errors import CapabilityError, ConfigError, RefitError
+from rl_core.errors import CapabilityError, ConfigError, ManifestMismatchError, RefitError
 from rl_core.weights import refit
 from rl_hosting import LocalCluster
 
@@ -156,6 +156,21 @@ def test_an_engine_that_comes_late_gets_the_adapter_of_the_others(start, adapted
     refit(policy, late, version=policy.weights_version, deadline_s=60.0)
     assert late.weights_version == 1
     assert same_rows(greedy(late), greedy(engine))
+
+
+def test_adapters_of_another_base_are_refused_by_name(start, adapted):
+    engine, policy = start("qwen2", SERVED, **EXACT), adapted("qwen2")
+    refit(policy, engine, deadline_s=60.0)
+    before = greedy(engine)
+    weights = dict(policy.model.named_parameters())
+    base = weights["base_model.model.model.layers.1.mlp.gate_proj.base_layer.weight"]
+    with torch.no_grad():
+        base[1, 1] += 0.1
+    change(policy, 2)
+    with pytest.raises(ManifestMismatchError, match=r"first is model\.layers\.1\.mlp\.gate_proj"):
+        refit(policy, engine, deadline_s=60.0)
+    assert engine.weights_version == 1
+    assert same_rows(greedy(engine), before)
 
 
 #: A trainer that is killed before its sixth tensor.

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from rl_backends.base_weights import BASE
 from rl_backends.tensors import NamedTensorSource
 from rl_conformance.outcome import Status
 from rl_conformance.run import run, select
@@ -45,6 +46,13 @@ def test_adapters_of_a_model_of_images_are_in_its_language_model_alone(tiny):
     trained = [name for name, p in policy.model.named_parameters() if p.requires_grad]
     assert trained
     assert all(".language_model.layers." in name for name in trained)
+
+
+def test_a_refit_of_adapters_alone_tells_the_digests_of_what_it_does_not_send(tiny):
+    merged = with_adapters(tiny()).prepare_refit_info()
+    alone = with_adapters(tiny(), refit="adapter").prepare_refit_info()
+    assert alone[BASE].keys() == {tensor["name"] for tensor in merged["tensors"]}
+    assert BASE not in merged
 
 
 def test_only_adapters_learn(tiny):

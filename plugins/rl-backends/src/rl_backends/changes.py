@@ -105,8 +105,7 @@ class WatchedTensors:
     @torch.no_grad()  # or else to_local is a step of autograd
     def _counts(self) -> list[int]:
         local = [getattr(tensor, "to_local", lambda t=tensor: t)() for tensor in self._tensors]
-        every = [*self._tensors, *local]
-        return [-1 if tensor.is_inference() else tensor._version for tensor in every]
+        return counts_of([*self._tensors, *local])
 
     def check(self, place: str = "") -> None:
         """Raises LifecycleError if they have; at a named place, only for optimizers' steps."""
@@ -121,6 +120,11 @@ class WatchedTensors:
         """Watches no longer. Idempotent."""
         for hook in self._hooks:
             hook.remove()
+
+
+def counts_of(tensors: Iterable[torch.Tensor]) -> list[int]:
+    """How often torch has counted a change of each tensor; -1 where it does not count."""
+    return [-1 if tensor.is_inference() else tensor._version for tensor in tensors]
 
 
 def torn_weights(who: str, cause: str) -> LifecycleError:

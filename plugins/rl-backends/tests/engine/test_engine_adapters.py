@@ -3,22 +3,52 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
+from rl_backends.base_weights import BaseDigests
 from rl_backends.engine import adapters
-from rl_backends.engine.adapters import AdapterSink
-from rl_core.interfaces import TensorSpec
+from rl_backends.engine.adapters import AdapterSink, without_wrappers
+from rl_backends.tensors import tensor_specs
+from rl_core.errors import CapabilityError, ManifestMismatchError
+from rl_core.interfaces import Piece, TensorSpec
 
+_KINDS = ("float32", "bfloat16", "float16")
+WEIGHT = torch.randn(4, 3, generator=torch.Generator().manual_seed(0))
 A = TensorSpec("a.lora_A.weight", (2, 3), "float32")
+
+
+class Base:
+    """Weights of an engine: ``hooked`` is there only as the engine's hook processed it."""
+
+    unused = ("tower.weight",)
+
+    def __init__(self, dtype: torch.dtype = torch.float32) -> None:
+        self.model = nn.Module()
+        self.tensors = {
+            name: WEIGHT.to(dtype, copy=True) for name in ("a.weight", "hooked", *self.unused)
+        }
+        self.specs = tensor_specs(self.tensors)
+        self.pieces: list[Piece] = []
+        self.asked = 0
+
+    def check_same(self) -> None:
+        """It is the trainer's model."""
+
+    def whole(self, spec: TensorSpec) -> torch.Tensor | None:
+        self.asked += 1
+        return None if spec.name == "hooked" else self.tensors[spec.name]
 
 
 class Served(AdapterSink):
     """Keeps each adapter by its number. ``unload`` raises while ``stuck`` is set."""
 
-    def __init__(self, workers: int = 1) -> None:
-        super().__init__({A.name: ("a", A)}, workers=workers)
+    def __init__(self, workers: int = 1, base: Any = None) -> None:
+        super().__init__({A.name: ("a", A)}, lambda: base or unknown_base(), workers=workers)
         self.adapters: dict[int, dict[str, torch.Tensor]] = {}
         self.stuck = False
 
@@ -35,6 +65,10 @@ class Served(AdapterSink):
 
     def held(self, adapter: int, name: str) -> torch.Tensor:
         return self.adapters[adapter][name].flatten()
+
+
+def unknown_base() -> Any:
+    raise CapabilityError("the checkpoint is quantised")
 
 
 def refit(sink: AdapterSink, version: int) -> None:
@@ -72,3 +106,60 @@ def test_workers_of_which_only_some_heard_of_a_commit_serve_one_adapter_again(mo
     for sink in sinks:
         refit(sink, 3)
     assert [sink.serving for sink in sinks] == [1, 1]
+
+
+def trainer(dtype: torch.dtype = torch.float32) -> tuple[nn.Module, BaseDigests]:
+    """A model with an adapted layer named a, and its digests."""
+    model = nn.Module()
+    model.a = nn.Module()
+    model.a.base_layer = nn.Linear(3, 4, bias=False)
+    model.a.lora_A = nn.Linear(3, 2)
+    model.a.base_layer.weight.data = WEIGHT.to(dtype, copy=True)
+    return model, BaseDigests(SimpleNamespace(get_base_model=lambda: model))
+
+
+@pytest.mark.parametrize(
+    ("theirs", "ours"), [("float32", one) for one in _KINDS] + [("bfloat16", "float32")]
+)
+def test_other_base_weights_are_refused_by_name_and_equal_ones_are_read_once(theirs, ours, caplog):
+    (model, digests), base = trainer(getattr(torch, theirs)), Base(getattr(torch, ours))
+    sink = Served(base=base)
+    for version in (1, 2):
+        sink.expect_base(digests.now())
+        refit(sink, version)
+    assert base.asked == 2  # of one comparison; a tower that does not compute is not compared
+    assert "not compared with the trainer's (1): hooked" in caplog.text
+    with torch.no_grad():
+        model.a.base_layer.weight[1, 1] += 0.1
+    sink.expect_base(digests.now())
+    with pytest.raises(ManifestMismatchError, match=r"1 of 1 tensors differ.* a\.weight"):
+        refit(sink, 3)
+    assert sink.version == 2
+
+
+def test_digests_are_made_again_only_after_a_change():
+    model, digests = trainer()
+    first = digests.now()
+    assert [*first] == ["a.weight"]
+    assert digests.now() is first
+    with torch.no_grad():
+        model.a.lora_A.weight.zero_()
+    assert digests.now() is first
+    with torch.no_grad():
+        model.a.base_layer.weight.zero_()
+    assert digests.now() != first
+
+
+def test_base_weights_that_cannot_be_followed_are_not_compared(caplog):
+    sink = Served()
+    sink.expect_base(trainer()[1].now())
+    refit(sink, 1)
+    assert "will not be compared with a trainer's: the checkpoint is quantised" in caplog.text
+
+
+def test_loaders_find_layers_under_adapters_in_their_old_places():
+    model, _ = trainer()
+    wrapped, plain = model.a, model.a.base_layer
+    with without_wrappers(model):
+        assert dict(model.named_parameters()) == {"a.weight": plain.weight}
+    assert model.a is wrapped

@@ -12,6 +12,7 @@ import torch
 from torch.distributed.fsdp import FSDPModule
 
 from rl_backends import PolicyBackend, RowLimits
+from rl_backends.base_weights import BASE, BaseDigests
 from rl_backends.pieces import DTensorSource, local_part
 from rl_backends.policy.base import check_policy_config
 from rl_backends.policy.checkpoint_directory import write_directory
@@ -104,11 +105,15 @@ class HuggingFacePolicy(PolicyBackend):
             (newer or model.gradient_checkpointing_enable)()
         lora = checked.get("lora")
         self._adapters = lora is not None
+        self._base: BaseDigests | None = None  # where adapters are sent alone
         self.model: nn.Module = model
         if lora is not None:
             self.model = add_adapters(model, lora, seed=checked.get("seed", 0))
             if lora.get("refit") == "adapter":
                 AdapterWeightSource(self.model)  # raises now if engines cannot serve them
+                self._base = BaseDigests(self.model)
+                if sharded and worker is not None and worker.rank == 0:
+                    self._base.now()  # as long as it has them whole
         body: Body | None = None
         sharing = sharing_limit(model)
         asked = (checked.get("sequence_packing") or {}).get("enabled")
@@ -442,6 +447,13 @@ class HuggingFacePolicy(PolicyBackend):
             saving.write_model(
                 directory, self.model, self.tokenizer, original_format=True, shards=self._shards
             )
+
+    def prepare_refit_info(self) -> dict[str, Any] | None:
+        """See :meth:`PolicyRefits.prepare_refit_info`; with digests of what is not sent."""
+        info = super().prepare_refit_info()
+        if info is not None and self._base is not None:
+            info[BASE] = self._base.now()
+        return info
 
     def weight_source(self) -> WeightSource:
         """See :meth:`PolicyModel.weight_source`; with adapters, what ``lora.refit`` names.

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import torch
 
+from rl_backends.base_weights import BASE
 from rl_backends.engine.nan_watch import NAN_WATCH
 from rl_core.errors import CapabilityError
 from rl_core.plugins.discovery import load_object
@@ -137,7 +138,10 @@ class WorkerRefits:
 
     def prepare(self, info: bytes) -> None:
         """See :meth:`RefitReceiver.prepare`."""
-        self._receiver.prepare(msgspec.msgpack.decode(info))
+        trainer = msgspec.msgpack.decode(info)
+        self._receiver.prepare(trainer)
+        if base := trainer.get(BASE):  # of one that sends adapters alone
+            self._sink().expect_base(base)  # type: ignore[attr-defined]
 
     def receive(self, key: str, **how: Any) -> None:
         """Begins a refit, of which :meth:`done` returns the result."""

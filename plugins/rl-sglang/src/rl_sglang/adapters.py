@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,9 +16,9 @@ from rl_backends.engine.adapters import ADAPTERS, AdapterSink, adapted_modules
 from rl_core.errors import PluginError
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
 
-    from rl_core.interfaces import TensorSpec
+    from rl_sglang.weights import EngineWeights
 
 __all__ = ["ADAPTER_NAMES", "SglangAdapters", "adapter_reference", "lora_arguments"]
 
@@ -32,13 +32,8 @@ def adapter_reference(number: int) -> LoRARef:
     return LoRARef(lora_id=name, lora_name=name, lora_path="refit", pinned=False)
 
 
-def sglang_tensors(
-    model_name: str, dtype: torch.dtype, lora: Mapping[str, Any], *, trust: bool
-) -> dict[str, tuple[str, TensorSpec]]:
-    """See :func:`adapted_modules`."""
-    return adapted_modules(
-        model_name, dtype, lora, trust=trust, key="sglang_cfg.lora", distribution="rl-sglang"
-    )
+#: See :func:`adapted_modules`.
+sglang_tensors = partial(adapted_modules, key="sglang_cfg.lora", distribution="rl-sglang")
 
 
 def lora_arguments(
@@ -67,14 +62,17 @@ class SglangAdapters(AdapterSink):
     Args:
         runner: SGLang's, with its part of the model loaded.
         lora: The engine's key ``lora``.
+        base: See :class:`AdapterSink`.
     """
 
-    def __init__(self, runner: Any, lora: Mapping[str, Any]) -> None:
+    def __init__(
+        self, runner: Any, lora: Mapping[str, Any], base: Callable[[], EngineWeights]
+    ) -> None:
         config, arguments = runner.model_config, runner.server_args
         tensors = sglang_tensors(
             config.model_path, config.dtype, lora, trust=bool(arguments.trust_remote_code)
         )
-        super().__init__(tensors, workers=int(arguments.tp_size))
+        super().__init__(tensors, base, workers=int(arguments.tp_size))
         self._manager = runner.lora_manager
         rank = lora.get("r", 16)
         modules = sorted({module.rpartition(".")[2] for module, _ in tensors.values()})

@@ -127,7 +127,7 @@ def run_scheduler(
             # Here, because SGLang's loop counts the places of its cache that are in use.
             different = find_differences(runner, checkpoint) if options.takes_refits else []
             weights = cache(lambda: EngineWeights(runner, checkpoint, different))
-            adapters = cache(lambda: SglangAdapters(runner, options.lora or {}))
+            adapters = cache(lambda: SglangAdapters(runner, options.lora or {}, weights))
 
             def make_sink() -> WeightSink:
                 if options.lora is None:

@@ -89,9 +89,12 @@ class EngineWeights(LoadedWeights):
             self.check_files(Path(self._config.model_path))
         self._checked = True
 
-    def check(self) -> None:
-        """See :meth:`LoadedWeights.check`; the model must also compute what the trainer's does."""
+    def check_same(self) -> None:
+        """See :meth:`LoadedWeights.check_same`."""
         check_same(self.model, self._different)
+
+    def check(self) -> None:
+        """See :meth:`LoadedWeights.check`."""
         self.check_derived("SGLang", fix="use a model without such layers")
 
     def hook(self, module: nn.Module) -> Callable[[], None] | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -13,9 +14,9 @@ from rl_backends.engine.adapters import ADAPTERS, AdapterSink, adapted_modules
 from rl_core.errors import ConfigError
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
 
-    from rl_core.interfaces import TensorSpec
+    from rl_vllm.weights import EngineWeights
 
 __all__ = ["LORA", "VllmAdapters", "lora_arguments", "vllm_tensors"]
 
@@ -25,13 +26,8 @@ LORA = "rl_lora"
 _RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 
 
-def vllm_tensors(
-    model_name: str, dtype: torch.dtype, lora: Mapping[str, Any], *, trust: bool
-) -> dict[str, tuple[str, TensorSpec]]:
-    """See :func:`adapted_modules`."""
-    return adapted_modules(
-        model_name, dtype, lora, trust=trust, key="vllm_cfg.lora", distribution="rl-vllm"
-    )
+#: See :func:`adapted_modules`.
+vllm_tensors = partial(adapted_modules, key="vllm_cfg.lora", distribution="rl-vllm")
 
 
 def lora_arguments(
@@ -76,15 +72,16 @@ class VllmAdapters(AdapterSink):
 
     Args:
         worker: vLLM's, with its part of the model loaded.
+        base: See :class:`AdapterSink`.
     """
 
-    def __init__(self, worker: Any) -> None:
+    def __init__(self, worker: Any, base: Callable[[], EngineWeights]) -> None:
         config, model_config = worker.vllm_config, worker.vllm_config.model_config
         lora = config.additional_config[LORA]
         tensors = vllm_tensors(
             model_config.model, model_config.dtype, lora, trust=model_config.trust_remote_code
         )
-        super().__init__(tensors, workers=int(config.parallel_config.world_size))
+        super().__init__(tensors, base, workers=int(config.parallel_config.world_size))
         self._manager = worker.model_runner.lora_manager._adapter_manager
         self._dtype = config.lora_config.lora_dtype
         rank = lora.get("r", 16)

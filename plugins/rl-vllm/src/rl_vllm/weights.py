@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
@@ -16,8 +17,6 @@ if TYPE_CHECKING:
 
     import torch
     from torch import nn
-
-    from rl_backends.engine.regions import Region
 
 __all__ = ["EngineWeights", "ModelSink"]
 
@@ -98,18 +97,12 @@ class EngineWeights(LoadedWeights):
             while getattr(held.get(key), "__name__", "") == "online_process_loader":
                 held[key] = held[key].__wrapped__
 
-    @cached_property
-    def regions(self) -> Mapping[str, list[Region]]:
-        """See :attr:`LoadedWeights.regions`; before, both models' operations are compared.
-
-        Raises:
-            CapabilityError: vLLM computes something else with the same weights.
-        """
+    def check_same(self) -> None:
+        """See :meth:`LoadedWeights.check_same`: operations without weights are compared."""
         with self.loading():
             reference = self.checkpoint.model
             check_operations(self.model, reference, engine="vLLM", without_refits=WITHOUT_REFITS)
             check_time_steps(self.model, reference)
-        return super().regions
 
     def loading(self) -> AbstractContextManager[None]:
         """The configuration of the engine is set, which vLLM's code asks for."""

@@ -41,8 +41,8 @@ class RefitExtension:
         refits = self.__dict__.get("rl_refits")
         if refits is None:
             worker: Any = self
-            adapters = cache(lambda: VllmAdapters(worker))
             weights = cache(lambda: EngineWeights(worker))
+            adapters = cache(lambda: VllmAdapters(worker, weights))
             serves = worker.vllm_config.lora_config is not None
             refits = self.__dict__["rl_refits"] = WorkerRefits(
                 lambda: adapters() if serves else ModelSink(weights()),

@@ -2,24 +2,33 @@
 
 from __future__ import annotations
 
+import logging
 from abc import ABC, abstractmethod
+from contextlib import contextmanager
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import distributed as dist
+from torch import nn
 
 from rl_backends.adapters import adapter_tensors, add_adapters
+from rl_backends.base_weights import digest_as
 from rl_backends.engine.weights import workers_group
 from rl_backends.modalities import model_on_meta
 from rl_backends.tensors import whole_pieces
-from rl_core.errors import CapabilityError
+from rl_core.errors import CapabilityError, ManifestMismatchError
 from rl_core.interfaces import Piece, TensorSpec, WeightSink
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
-__all__ = ["ADAPTERS", "AdapterSink", "adapted_modules", "serving"]
+    from rl_backends.base_weights import Digests
+    from rl_backends.engine.weights import LoadedWeights
+
+__all__ = ["ADAPTERS", "AdapterSink", "adapted_modules", "serving", "without_wrappers"]
+
+_log = logging.getLogger(__name__)
 
 #: Adapters that an engine has at a time: the one that serves, and the next one.
 ADAPTERS = 2
@@ -61,6 +70,33 @@ def adapted_modules(
     }
 
 
+@contextmanager
+def without_wrappers(model: nn.Module) -> Iterator[None]:
+    """Has the layers that adapters were put around in their old places, where loaders look."""
+    wrapped = [
+        (parent, name, child)
+        for parent in model.modules()
+        for name, child in parent.named_children()
+        if isinstance(getattr(child, "base_layer", None), nn.Module)
+    ]
+    for parent, name, child in wrapped:
+        setattr(parent, name, child.base_layer)
+    try:
+        yield
+    finally:
+        for parent, name, child in wrapped:
+            setattr(parent, name, child)
+
+
+@contextmanager
+def _not_compared() -> Iterator[None]:
+    """Goes on without base weights that cannot be followed, such as those of a quantised file."""
+    try:
+        yield
+    except CapabilityError as error:
+        _log.warning("the base weights will not be compared with a trainer's: %s", error)
+
+
 def serving(sink: Callable[[], AdapterSink]) -> tuple[int, int]:
     """The adapter that requests are to name, and its version; for ``call_in_workers``."""
     return sink().serving, sink().version
@@ -73,6 +109,8 @@ class AdapterSink(WeightSink, ABC):
 
     Args:
         tensors: Of :func:`adapted_modules`.
+        base: Makes the weights under the adapters; a CapabilityError means that they cannot be
+            followed.
         workers: How many workers share the model; all of them read at the same time.
 
     Attributes:
@@ -85,7 +123,17 @@ class AdapterSink(WeightSink, ABC):
     casts = True
     double_buffered = True
 
-    def __init__(self, tensors: Mapping[str, tuple[str, TensorSpec]], *, workers: int) -> None:
+    def __init__(
+        self,
+        tensors: Mapping[str, tuple[str, TensorSpec]],
+        base: Callable[[], LoadedWeights],
+        *,
+        workers: int,
+    ) -> None:
+        self._make_base = base
+        self._base: LoadedWeights | None = None  # whose places are known
+        self._theirs: Digests = {}  # the trainer's, if it tells them
+        self._equal: Digests = {}  # those that were found equal last
         self.by_name = {name: spec for name, (_, spec) in tensors.items()}
         self._workers = workers
         self.serving = self.version = 0
@@ -126,10 +174,10 @@ class AdapterSink(WeightSink, ABC):
         return list(self.by_name.values())
 
     def check(self) -> None:
-        """Makes sure that the engine keeps all elements of all tensors.
+        """Makes sure that the engine keeps all elements of all tensors; finds the base weights.
 
         Raises:
-            CapabilityError: It does not.
+            CapabilityError: It does not, or computes another model than the trainer's.
         """
         kept = torch.tensor([self.kept(name).numel() for name in self.by_name])
         if self._workers > 1:
@@ -146,6 +194,65 @@ class AdapterSink(WeightSink, ABC):
                 fix="leave them out of lora.target_modules on both sides, or refit merged weights",
                 capability="adapters",
             )
+        base: LoadedWeights | None = None
+        with _not_compared():
+            base = self._make_base()
+        if base is not None:
+            with without_wrappers(base.model):
+                base.check_same()
+                with _not_compared():
+                    _ = base.pieces  # now, while nothing computes
+                    self._base = base
+
+    def expect_base(self, theirs: Digests) -> None:
+        """Takes what :meth:`rl_backends.base_weights.BaseDigests.now` gave, for the next refits.
+
+        They are compared in :meth:`finish`: before, the engine may sleep.
+        """
+        self._theirs = theirs
+
+    def _check_base(self) -> None:
+        """Makes sure that the trainer's base weights are those of the engine.
+
+        They are read only if the trainer's are not those of the last comparison: nothing changes
+        the engine's own.
+
+        Raises:
+            ManifestMismatchError: They are not, with the names of those that differ.
+        """
+        theirs = self._theirs
+        if self._base is None or theirs == self._equal:
+            return
+        differing, unknown, compared = [], [], 0
+        for spec in self._base.specs:
+            if spec.alias_of is not None or spec.name in self._base.unused or not spec.numel:
+                continue
+            whole = self._base.whole(spec)
+            if whole is None:
+                unknown.append(spec.name)
+                continue
+            compared += 1
+            known = theirs.get(spec.name, {})
+            # A trainer that keeps fewer bits has no digest of what it was loaded from.
+            kind = spec.dtype if spec.dtype in known else next(iter(known), spec.dtype)
+            if known.get(kind) != digest_as(whole, getattr(torch, kind)):
+                differing.append(spec.name)
+        if differing:
+            raise ManifestMismatchError(
+                f"the trainer's base weights are not those of the engine: {len(differing)} of "
+                f"{compared} tensors differ, the first is {differing[0]}",
+                fix="load one checkpoint in one dtype on both sides, and change only adapters; or "
+                'send all weights: set lora.refit to "merged", and leave lora out in the engine',
+                differing=differing,
+            )
+        if unknown:
+            _log.warning(
+                "base weights that the engine has only in another form were not compared with the "
+                "trainer's (%d): %s",
+                len(unknown),
+                ", ".join(unknown[:5]),
+            )
+        self._equal = theirs
 
     @cached_property
     def _group(self) -> Any:
@@ -172,7 +279,12 @@ class AdapterSink(WeightSink, ABC):
 
     @torch.no_grad()
     def finish(self, version: int) -> None:
-        """Loads the adapter; rows that begin now get it."""
+        """Loads the adapter; rows that begin now get it.
+
+        Raises:
+            ManifestMismatchError: It was trained on other base weights than the engine's.
+        """
+        self._check_base()
         adapter = self.serving % ADAPTERS + 1
         self.load(adapter, self.buffers)
         self._before = self.serving, self.version

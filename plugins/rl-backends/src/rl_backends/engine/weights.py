@@ -63,8 +63,17 @@ class LoadedWeights:
         self._known: set[str] = set()
         #: Names of tensors that some worker has only as its engine's hook processed them.
         self.collected: frozenset[str] = frozenset()
+        #: Names of tensors that the engine does not compute with.
+        self.unused: frozenset[str] = frozenset()
 
     # -- for a subclass --------------------------------------------------------------------------
+
+    def check_same(self) -> None:
+        """Makes sure that the engine computes what the trainer's model computes.
+
+        Raises:
+            CapabilityError: With the same weights, it computes something else.
+        """
 
     def check(self) -> None:
         """Makes sure that nothing was derived from the weights that a refit would leave as it was.
@@ -146,6 +155,7 @@ class LoadedWeights:
             CapabilityError: The model cannot be followed, does not use a parameter of the trainer,
                 or has weights that no tensor fills, or such as were rearranged after loading.
         """
+        self.check_same()
         self.check()
         owned = [spec for spec in self.specs if spec.alias_of is None]
         with self.loading(), self.layers.plain_parameters() as places:
@@ -169,17 +179,19 @@ class LoadedWeights:
         if self._workers > 1:
             dist.all_reduce(kept, group=self._group)
         *found, (lacking, _) = kept.tolist()
-        lost, collected = [], set()
+        lost, collected, unused = [], set[str](), set[str]()
         for spec, (count, processed) in zip(owned, found, strict=True):
             if processed:
                 collected.add(spec.name)
             used = spec.role == "parameter" and (spec.trainable or count)
             if used and count < spec.numel:
                 lost.append(f"{spec.name} ({count} of {spec.numel} elements)")
+            if not count:
+                unused.add(spec.name)
             if not count and (self._workers == 1 or dist.get_rank() == 0):
                 whole = torch.zeros(spec.numel, dtype=spec.torch_dtype)
                 regions[spec.name] = [Region(whole, 0, (1,))]
-        self.collected = frozenset(collected)
+        self.collected, self.unused = frozenset(collected), frozenset(unused)
         if lost:
             raise CapabilityError(
                 f"the engine's {type(self.model).__name__} does not load all of the trainer's "
@@ -298,6 +310,28 @@ class LoadedWeights:
                 # Where workers have the same elements the bytes agree; elsewhere all but one are 0.
                 dist.all_reduce(whole.view(torch.uint8), dist.ReduceOp.MAX, group=self._group)
             yield name, whole.view(spec.shape)
+
+    def whole(self, spec: TensorSpec) -> torch.Tensor | None:
+        """A whole tensor that owns its elements; all workers of an engine ask at the same time.
+
+        Args:
+            spec: One of :attr:`specs`.
+
+        Returns:
+            None where the engine has only what its hook or its loader made of it.
+        """
+        if spec.name in self._computed.keys() - self._known:
+            return None
+        parts = [tensor for _, tensor in self.read([spec.name])]
+        if (kept := self._pieces_of.get(spec.name)) is None:
+            return parts[0]
+        whole = torch.zeros(spec.shape, dtype=spec.torch_dtype)
+        for piece, part in zip(kept, parts, strict=True):
+            whole[tuple(slice(*ends) for ends in piece.box)] = part
+        if self._workers > 1:
+            # Where workers have the same elements the bytes agree; elsewhere all but one are 0.
+            dist.all_reduce(whole.view(-1).view(torch.uint8), dist.ReduceOp.MAX, group=self._group)
+        return whole
 
     @cached_property
     def _group(self) -> Any:
