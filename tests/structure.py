@@ -26,7 +26,7 @@ ROOT = Path(__file__).parent.parent
 #: Tokens of code that the sources of each distribution may have.
 TOKENS = {
     "rl_core": 78_472,
-    "rl_backends": 61_285,
+    "rl_backends": 65_900,
     "rl_cli": 12_753,
     "rl_collective": 4_556,
     "rl_conformance": 152_000,
@@ -37,7 +37,7 @@ TOKENS = {
     "rl_megatron": 20_510,
     "rl_nemo": 3_442,
     "rl_ray": 2_179,
-    "rl_sglang": 14_928,
+    "rl_sglang": 15_250,
     "rl_train": 28_955,
     "rl_trl": 2_208,
     "rl_vllm": 11_060,
@@ -54,8 +54,8 @@ SINGLE = {
     "rl_megatron": 5.5,
     "rl_nemo": 10.4,
     "rl_ray": 4.6,
-    "rl_sglang": 8.5,
-    "rl_backends": 7.1,
+    "rl_sglang": 15_250,
+    "rl_backends": 65_900,
     "rl_train": 7.6,
     "rl_trl": 10.0,
     "rl_vllm": 5.8,

@@ -18,6 +18,8 @@ import msgspec
 import torch
 from fuzz_choices import AWKWARD, Choices, bent, plain
 
+from rl_backends import rank_job as _rank_job
+from rl_backends.rank_job import RankJob
 from rl_backends.tensors import NamedTensorSink, NamedTensorSource, tensor_specs
 from rl_core.errors import RefitPeerError, RefitProtocolError, RLError
 from rl_core.interfaces import TensorSpec
@@ -32,9 +34,7 @@ from rl_core.weights.protocol.rank_session import RankSession
 from rl_core.weights.protocol.receiver_session import ReceiverSession
 from rl_core.weights.protocol.sender_session import SenderSession
 from rl_core.weights.receiving.receiver import ReceiveJob
-from rl_core.weights.sending import rank_job as _rank_job
 from rl_core.weights.sending import send_job as _send_job
-from rl_core.weights.sending.rank_job import RankJob
 from rl_core.weights.sending.send_job import SendJob
 from rl_core.weights.transports.base import NoLane
 from rl_core.weights.transports.ipc import IPC

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from refit_model.parties import BUCKET_BYTES
 from refit_model.tasks import DEADLINE_S, UNTIL_IT_GOES_ON, gone, running, world
+from rl_backends.rank_job import follow
 from rl_core.errors import RLError, WeightsTornError, WorkerDiedError
 from rl_core.weights import refit
 
@@ -82,7 +83,7 @@ class Policy:
     def _send(self, trainer: Trainer, options: dict[str, Any]) -> concurrent.futures.Future[Any]:
         here = world()
         if trainer is not self._trainer:
-            future = trainer.sender.follow(**options)
+            future = follow(trainer.sender, **options)
             trainer.sender.jobs[-1].wanted = here.versions.get(self.request)
             return future
         future = trainer.sender.send(**options)

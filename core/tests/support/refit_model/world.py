@@ -29,6 +29,7 @@ from refit_model.tasks import (
     running,
 )
 from refit_model.wire import Connection, Group, Recording, Wire
+from rl_backends.rank_job import follow
 from rl_core.weights.protocol.session import Phase
 
 if TYPE_CHECKING:
@@ -423,7 +424,7 @@ class World:
             self.trainer.sender.send(**options | step.options)
         elif party == OTHER:
             options = {"deadline_s": DEADLINE_S, "number": self.number}
-            self.others[-1].sender.follow(**options)
+            follow(self.others[-1].sender, **options)
         else:
             receiver = self.engines[party].receiver
             receiver.receive(deadline_s=DEADLINE_S, number=self.number)

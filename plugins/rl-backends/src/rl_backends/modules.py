@@ -18,6 +18,7 @@ from torch import nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from rl_backends.changes import WatchedTensors
+from rl_backends.rank_job import follow
 from rl_backends.sources import GuardedSource
 from rl_backends.spellings import SendsWeights, TakesWeights
 from rl_backends.tensors import NamedTensorSink, NamedTensorSource, module_tensors
@@ -104,7 +105,7 @@ class ModuleSender(SendsWeights):
         if ranks is None or ranks.rank == 0:
             return super().send_weights(**options)
         deadline_s = time_left(SendOptions.of(options).deadline_s)
-        return [self._sender.follow(**{**options, "deadline_s": deadline_s})]
+        return [follow(self._sender, **{**options, "deadline_s": deadline_s})]
 
     def shutdown(self) -> bool:
         """Ends every refit, and closes sockets and memory. Idempotent."""

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import math
-from functools import cached_property, partial
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from rl_backends.engine.operations import check_operations

@@ -16,7 +16,6 @@ from rl_core.weights.protocol.handshake import introduction
 from rl_core.weights.protocol.messages import Abort
 from rl_core.weights.protocol.session import Phase, describe
 from rl_core.weights.sending.kept import Kept
-from rl_core.weights.sending.rank_job import RankJob
 from rl_core.weights.sending.send_job import SendJob
 
 if TYPE_CHECKING:
@@ -33,7 +32,7 @@ __all__ = ["RefitSender"]
 _LOCAL = "ipc"
 
 
-class RefitSender(Endpoint[SendJob | RankJob]):
+class RefitSender(Endpoint[Any]):
     """Sends a trainer's weights; one on each of its ranks, for the trainer's whole life.
 
     Sockets and buffers are made at the first use and kept. Refits run one after another; a
@@ -46,9 +45,10 @@ class RefitSender(Endpoint[SendJob | RankJob]):
         runtime: What its refits take from outside, such as their clock.
 
     Attributes:
+        source: As given.
         kept: What it has committed, and memory for the next refit.
-        ranks: All of the trainer, if it has several; set before the first refit. Rank 0 sends
-            (:meth:`send`), the others take part (:meth:`follow`).
+        ranks: All of the trainer, if it has several; set before the first refit. Rank 0 sends; how
+            the others take part is :mod:`rl_backends.rank_job`.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class RefitSender(Endpoint[SendJob | RankJob]):
         super().__init__(name, runtime)
         self.kept = Kept()
         self.ranks: Ranks | None = None
-        self._source = source
+        self.source = source
         self._described: WeightSource | None = None
 
     @property
@@ -81,7 +81,7 @@ class RefitSender(Endpoint[SendJob | RankJob]):
         with self.asking:  # or else two callers would each make an end
             self.check_open()
             self._drop_described()
-            self._described = self._source()
+            self._described = self.source()
             manifest = self.kept.manifest_of(self._described)
             lacks = {}
             try:
@@ -100,7 +100,7 @@ class RefitSender(Endpoint[SendJob | RankJob]):
     def names(self) -> list[str]:
         """The names of all tensors."""
         self.check_open()
-        with closing(self._source()) as source:
+        with closing(self.source()) as source:
             return [spec.name for spec in source.specs()]
 
     def open(
@@ -145,38 +145,13 @@ class RefitSender(Endpoint[SendJob | RankJob]):
         if chosen.number is None:  # the weights may have changed since
             self._drop_described()
         described, self._described = self._described, None
-        source = self._source() if described is None else described
+        source = self.source() if described is None else described
         try:
             job = SendJob(self, self.kept, self.ranks, connection, source, chosen, version, number)
         except BaseException:
             source.close()
             raise
         return self.start(job)
-
-    def follow(self, **options: Any) -> concurrent.futures.Future[dict[str, Any]]:
-        """Takes part in one refit of rank 0, as another rank.
-
-        Returns:
-            A future of rank 0's report. It fails with a RefitAborted if rank 0 ended the refit, and
-            with a RefitPeerError if rank 0 is lost.
-        """
-        with self.asking:
-            self.check_open()
-            assert self.ranks is not None, "it is one of several ranks"
-            given = SendOptions.of({"number": options.get("number")}).number
-            number = self.number = self.next_number(given)
-            chosen = SendOptions.of(options)
-            try:
-                source = self._source()
-            except BaseException as error:
-                self.start(RankJob(self, self.kept, self.ranks, error, chosen, number))
-                raise
-            try:
-                job = RankJob(self, self.kept, self.ranks, source, chosen, number)
-            except BaseException:
-                source.close()
-                raise
-            return self.start(job)
 
     def cancel(self, number: int) -> bool:
         """See :meth:`Endpoint.cancel`; the other ranks learn of it, too."""

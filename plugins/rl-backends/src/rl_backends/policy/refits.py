@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from rl_backends.changes import WeightChanges
 from rl_backends.policy.loop_checks import LoopChecks
+from rl_backends.rank_job import follow
 from rl_backends.sources import GuardedSource
 from rl_backends.spellings import LoopPolicy, SendsWeights
 from rl_core.errors import CapabilityError
@@ -103,7 +104,7 @@ class PolicyRefits(SendsWeights, LoopPolicy):
         if self._sends:
             return super().send_weights(**options)
         if self.refit_ranks is not None:
-            return [self._sender.follow(**options)]
+            return [follow(self._sender, **options)]
         SendOptions.of(options)  # refused on all ranks alike
         return []
 

@@ -15,6 +15,7 @@ from rl_core.weights.data.digests import BlockHash, DigestTable
 from rl_core.weights.data.parts import Partition
 from rl_core.weights.data.plan import DataMode
 from rl_core.weights.job import Job
+from rl_core.weights.options import SendOptions
 from rl_core.weights.protocol import messages
 from rl_core.weights.protocol.frames import Channel, write_hello
 from rl_core.weights.protocol.rank_session import RankSession
@@ -22,13 +23,15 @@ from rl_core.weights.protocol.session import Effect, Perform, Phase, Send
 from rl_core.weights.sending.share import Share
 
 if TYPE_CHECKING:
+    import concurrent.futures
+
     from rl_core.interfaces.weights import WeightSource
     from rl_core.weights.job import Endpoint
-    from rl_core.weights.options import SendOptions
     from rl_core.weights.sending.kept import Kept
     from rl_core.weights.sending.ranks import Ranks
+    from rl_core.weights.sending.sender import RefitSender
 
-__all__ = ["RankJob"]
+__all__ = ["RankJob", "follow"]
 
 
 class RankJob(Job[RankSession]):
@@ -222,3 +225,29 @@ class RankJob(Job[RankSession]):
         if {len(mask) for mask in masks if mask} - {len(parts.manifest.owned)}:
             raise RefitProtocolError("rank 0 and this rank count different parts")
         return parts
+
+
+def follow(sender: RefitSender, **options: Any) -> concurrent.futures.Future[dict[str, Any]]:
+    """Takes part in one refit of rank 0, as another rank with that sender.
+
+    Returns:
+        A future of rank 0's report. It fails with a RefitAborted if rank 0 ended the refit, and
+        with a RefitPeerError if rank 0 is lost.
+    """
+    with sender.asking:
+        sender.check_open()
+        assert sender.ranks is not None, "it is one of several ranks"
+        given = SendOptions.of({"number": options.get("number")}).number
+        number = sender.number = sender.next_number(given)
+        chosen = SendOptions.of(options)
+        try:
+            source = sender.source()
+        except BaseException as error:
+            sender.start(RankJob(sender, sender.kept, sender.ranks, error, chosen, number))
+            raise
+        try:
+            job = RankJob(sender, sender.kept, sender.ranks, source, chosen, number)
+        except BaseException:
+            source.close()
+            raise
+        return sender.start(job)
