@@ -491,20 +491,6 @@ def test_a_process_is_told_by_what_the_system_says_of_it() -> None:
     )
 
 
-def test_a_rank_with_one_call_more_takes_part_and_is_in_step(
-    trainer: Ranks, engine: Engine
-) -> None:
-    *others, last = trainer.ranks
-    [superseded] = last.send_weights(deadline_s=SOON)
-    calls = last.send_weights(deadline_s=SOON)
-    assert isinstance(superseded.exception(SOON), RefitAborted)
-    engine.prepare_refit_info(trainer.prepare_refit_info())
-    calls += [call for rank in others for call in rank.send_weights(deadline_s=SOON)]
-    wait([*calls, *engine.receive_weights(deadline_s=SOON)], SOON)
-    assert engine.receiver.version == 1
-    assert {rank._sender.number for rank in trainer.ranks} == {1}
-
-
 def test_a_rank_that_is_ahead_takes_the_refit_that_it_waited_for(
     trainer: Ranks, engine: Engine
 ) -> None:

@@ -146,6 +146,7 @@ class Job(ABC, Generic[S]):
         cancelled: Why it has to end, whatever it is doing.
         superseded: Why it is not wanted any more; it ends unless bytes are on their way, because an
             engine would be torn for nothing.
+        heard: When this side last looked at its messages, or found that it had none to look at.
     """
 
     def __init__(
@@ -157,7 +158,7 @@ class Job(ABC, Generic[S]):
         self.cancelled: str | None = None
         self.superseded: str | None = None
         self.future: concurrent.futures.Future[dict[str, Any]] | None = None
-        self._heard = time.monotonic()  # when it last looked at its messages
+        self.heard = time.monotonic()
         # A thread begins with GPU 0 as the current one, whichever its maker used.
         cuda = device.type == "cuda"
         self._on_gpu = torch.cuda.device(device) if cuda else nullcontext()
@@ -210,17 +211,13 @@ class Job(ABC, Generic[S]):
         looked = 0.0
         while not self.session.phase.terminal:
             try:
-                self.hear(TICK_S)
+                self.heard = time.monotonic()
+                self.pump(TICK_S)
                 if self.given_up or time.monotonic() - looked > TICK_S:
                     self.look()
                     looked = time.monotonic()
             except BaseException as error:  # of the transport; it tells the peers if it can
                 self.perform(self.session.fail(error))
-
-    def hear(self, timeout_s: float) -> None:
-        """Pumps, and notes that this side looked at its messages."""
-        self._heard = time.monotonic()
-        self.pump(timeout_s)
 
     def look(self) -> None:
         """Notices cancellation, dead peers and deadlines.
@@ -228,7 +225,7 @@ class Job(ABC, Generic[S]):
         What the others sent while this side was busy is not read yet, so they are not called late.
         """
         try:
-            busy = time.monotonic() - self._heard > BUSY_S
+            busy = time.monotonic() - self.heard > BUSY_S
             if not (effects := self.session.overdue() if busy else []):
                 self._check_wanted()
                 effects = self.lost_peers() or ([] if busy else self.session.tick())

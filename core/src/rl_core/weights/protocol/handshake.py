@@ -61,10 +61,9 @@ class SenderInfo:
     def address_of(self, transport: str, name: str) -> dict[str, Any]:
         """The address of its end of a transport; ``name`` is who asks."""
         if transport not in self.addresses:
-            offered = ", ".join(self.addresses) or "nothing"
             why, _, fix = self.lacks.get(transport, "it was not opened").partition("\nFix: ")
             raise LifecycleError(
-                f"{name}: the trainer offers the transports {offered}, not {transport}: {why}",
+                f"{name}: the trainer does not offer the transport {transport}: {why}",
                 fix=fix
                 or "open it on both sides (init_collective), then call prepare_refit_info again",
             )

@@ -148,9 +148,5 @@ class RankSession(PeerSession):
         """Of the refit."""
         return self._hello.number
 
-    @property
-    def _rank(self) -> dict[str, int]:
-        return {"rank": self._hello.rank}
-
     def _awaited(self) -> str:
         return self._leader

@@ -111,6 +111,7 @@ class SenderSession(Session):
     A Ready answers this very offer.
     """
 
+    SELF: ClassVar[dict[str, int]] = {"rank": 0}
     #: What may arrive in each phase from who takes part. ``Failed`` is legal in all of them; a
     #: ``Hello`` after DISCOVER means the next refit and is repeated; all else ends the session.
     TABLE: ClassVar[dict[tuple[Phase, type], str]] = {
@@ -488,10 +489,6 @@ class SenderSession(Session):
         if absent := max(0, missing - len(who)):
             who.append(f"{absent} of {self._receivers} receivers")
         return ", ".join(who)
-
-    @property
-    def _rank(self) -> dict[str, int]:
-        return {"rank": 0} if self._names else {}
 
     def _hint(self) -> str:
         return f"; meanwhile: {self._noise}" if self._noise else ""

@@ -181,11 +181,13 @@ class Session(ABC):
         at: What is being transferred, for errors; set by the job.
         held_up: What on this side keeps the session waiting, for errors; set by the job.
         OWN: What of this side keeps it busy.
+        SELF: Who this side is, for details of errors.
         error: Why it failed, once it has.
         phase_seconds: Time spent in each phase that was left.
     """
 
     OWN: ClassVar[str] = "weight source"
+    SELF: ClassVar[dict[str, int]] = {}
 
     def __init__(self, deadline_s: float, clock: Callable[[], float]) -> None:
         self.phase = Phase.DISCOVER
@@ -241,7 +243,7 @@ class Session(ABC):
                 f"{self.where}: this process's own {self.OWN} kept it busy until after the "
                 f"deadline of {self._seconds:g} s",
                 fix="find out what it does (py-spy dump), or raise deadline_s",
-                **self._rank,
+                **self.SELF,
             )
         )
 
@@ -256,11 +258,6 @@ class Session(ABC):
     @abstractmethod
     def _awaited(self) -> str:
         """Who keeps the session waiting."""
-
-    @property
-    def _rank(self) -> dict[str, int]:
-        """Which rank of several this one is, for errors."""
-        return {}
 
     def _hint(self) -> str:
         """What else may help to find out why nobody answered."""

@@ -36,8 +36,7 @@ FOLLOWER_GRACE_S = 2.0
 #: After it: the driver reports that neither side did.
 DRIVER_GRACE_S = 5.0
 
-#: Who did not look at its messages for so long was busy itself, and blames nobody else for being
-#: late.
+#: Who did not look at its messages for so long was busy itself, and blames nobody else.
 BUSY_S = 0.5
 
 # -- the end ---------------------------------------------------------------------------------------

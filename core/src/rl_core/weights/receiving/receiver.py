@@ -401,7 +401,7 @@ class ReceiveJob(Job[ReceiverSession]):
             found = receiver.find_sender(self._connection, session.remaining_s)
             while not found.done() and not self.given_up and session.remaining_s:
                 concurrent.futures.wait([found], TICK_S)
-                self._heard = time.monotonic()  # the sender is late, not this side
+                self.heard = time.monotonic()
             if not found.done():
                 self.look()
             else:
@@ -518,7 +518,8 @@ class ReceiveJob(Job[ReceiverSession]):
         session.held_up = "generation"
         try:
             while not acquire(timeout=TICK_S):
-                self.hear(0.0)
+                self.heard = time.monotonic()
+                self.pump(0.0)
                 self.look()
                 if session.phase.terminal:
                     return False
