@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import secrets
 import sys
 import types
@@ -84,7 +85,9 @@ def product_in_hand() -> ExitStack:
     stack.enter_context(
         threads_in_hand([n for n in modules if n not in with_clock], with_clock=with_clock)
     )
-    # Whether to look is asked of this clock, which always says yes, and never that a side was busy.
+    # Whether to look is asked of this clock, which always says yes. All sides turn it on, so it does
+    # not tell which one was busy.
+    enter(_job, "BUSY_S", math.inf)
     enter(_job, "time", types.SimpleNamespace(monotonic=lambda: next(ticks) / 10))
     # They divide by seconds, of which none pass here.
     enter(_send_job.SendJob, "_report", lambda *given: types.SimpleNamespace(as_dict=dict))
