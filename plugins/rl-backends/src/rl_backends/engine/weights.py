@@ -322,12 +322,13 @@ class LoadedWeights:
         """
         if spec.name in self._computed.keys() - self._known:
             return None
-        parts = [tensor for _, tensor in self.read([spec.name])]
-        if (kept := self._pieces_of.get(spec.name)) is None:
-            return parts[0]
+        parts = self.read([spec.name])
+        if spec.name not in self._pieces_of:
+            return next(parts)[1]
         whole = torch.zeros(spec.shape, dtype=spec.torch_dtype)
-        for piece, part in zip(kept, parts, strict=True):
-            whole[tuple(slice(*ends) for ends in piece.box)] = part
+        for piece, (_, part) in zip(self._pieces_of[spec.name], parts, strict=True):
+            if part is not None:
+                whole[tuple(slice(*ends) for ends in piece.box)] = part
         if self._workers > 1:
             # Where workers have the same elements the bytes agree; elsewhere all but one are 0.
             dist.all_reduce(whole.view(-1).view(torch.uint8), dist.ReduceOp.MAX, group=self._group)
