@@ -42,7 +42,7 @@ class Served(AdapterSink):
     """Keeps each adapter by its number. ``unload`` raises while ``stuck`` is set."""
 
     def __init__(self, workers: int = 1, base: Any = None) -> None:
-        super().__init__({A.name: ("a", A)}, lambda: base or unknown_base(), workers=workers)
+        super().__init__({A.name: ("a", A)}, workers=workers, base=lambda: base or unknown_base())
         self.adapters: dict[int, dict[str, torch.Tensor]] = {}
         self.stuck = False
 

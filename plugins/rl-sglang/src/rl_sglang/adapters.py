@@ -72,7 +72,7 @@ class SglangAdapters(AdapterSink):
         tensors = sglang_tensors(
             config.model_path, config.dtype, lora, trust=bool(arguments.trust_remote_code)
         )
-        super().__init__(tensors, base, workers=int(arguments.tp_size))
+        super().__init__(tensors, workers=int(arguments.tp_size), base=base)
         self._manager = runner.lora_manager
         rank = lora.get("r", 16)
         modules = sorted({module.rpartition(".")[2] for module, _ in tensors.values()})

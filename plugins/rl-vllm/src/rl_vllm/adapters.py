@@ -81,7 +81,7 @@ class VllmAdapters(AdapterSink):
         tensors = vllm_tensors(
             model_config.model, model_config.dtype, lora, trust=model_config.trust_remote_code
         )
-        super().__init__(tensors, base, workers=int(config.parallel_config.world_size))
+        super().__init__(tensors, workers=int(config.parallel_config.world_size), base=base)
         self._manager = worker.model_runner.lora_manager._adapter_manager
         self._dtype = config.lora_config.lora_dtype
         rank = lora.get("r", 16)

@@ -109,9 +109,9 @@ class AdapterSink(WeightSink, ABC):
 
     Args:
         tensors: Of :func:`adapted_modules`.
-        base: Makes the weights under the adapters; a CapabilityError means that they cannot be
-            followed.
         workers: How many workers share the model; all of them read at the same time.
+        base: Makes the weights under the adapters, which are compared with a trainer's. A
+            CapabilityError means that they cannot be followed. None compares nothing.
 
     Attributes:
         serving: The adapter that requests are to name: 1 or 2, or 0 for none.
@@ -126,9 +126,9 @@ class AdapterSink(WeightSink, ABC):
     def __init__(
         self,
         tensors: Mapping[str, tuple[str, TensorSpec]],
-        base: Callable[[], LoadedWeights],
         *,
         workers: int,
+        base: Callable[[], LoadedWeights] | None = None,
     ) -> None:
         self._make_base = base
         self._base: LoadedWeights | None = None  # whose places are known
@@ -196,7 +196,7 @@ class AdapterSink(WeightSink, ABC):
             )
         base: LoadedWeights | None = None
         with _not_compared():
-            base = self._make_base()
+            base = self._make_base and self._make_base()
         if base is not None:
             with without_wrappers(base.model):
                 base.check_same()
