@@ -25,7 +25,7 @@ __all__ = ["Measured", "circles", "count_tokens", "main", "measure"]
 ROOT = Path(__file__).parent.parent
 #: Tokens of code that the sources of each distribution may have.
 TOKENS = {
-    "rl_core": 78_472,
+    "rl_core": 77_000,
     "rl_backends": 65_900,
     "rl_cli": 12_753,
     "rl_collective": 4_556,
@@ -43,7 +43,7 @@ TOKENS = {
     "rl_vllm": 11_060,
 }
 #: Tokens of code that all tests and the conformance suite may have together.
-TEST_TOKENS = 528_000
+TEST_TOKENS = 530_000
 #: Share of a distribution's functions that may be private and have one caller, in percent.
 SINGLE = {
     "rl_core": 5.0,
