@@ -85,8 +85,8 @@ def product_in_hand() -> ExitStack:
     stack.enter_context(
         threads_in_hand([n for n in modules if n not in with_clock], with_clock=with_clock)
     )
-    # Whether to look is asked of this clock, which always says yes. It is the same for all sides, and
-    # cannot tell that one of them was busy.
+    # Whether to look is asked of this clock, which always says yes. All sides share it, so it cannot
+    # tell that one of them was busy.
     enter(_job, "BUSY_S", math.inf)
     enter(_job, "time", types.SimpleNamespace(monotonic=lambda: next(ticks) / 10))
     # They divide by seconds, of which none pass here.

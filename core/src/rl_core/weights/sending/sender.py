@@ -45,7 +45,6 @@ class RefitSender(Endpoint[Any]):
         runtime: What its refits take from outside, such as their clock.
 
     Attributes:
-        source: As given.
         kept: What it has committed, and memory for the next refit.
         ranks: All of the trainer, if it has several; set before the first refit. Rank 0 sends; how
             the others take part is :mod:`rl_backends.rank_job`.
@@ -57,7 +56,7 @@ class RefitSender(Endpoint[Any]):
         super().__init__(name, runtime)
         self.kept = Kept()
         self.ranks: Ranks | None = None
-        self.source = source
+        self._source = source
         self._described: WeightSource | None = None
 
     @property
@@ -72,6 +71,10 @@ class RefitSender(Endpoint[Any]):
 
     # -- refits -----------------------------------------------------------------------------------
 
+    def source(self) -> WeightSource:
+        """The tensors as they are now, for one refit."""
+        return self._source()
+
     def prepare(self) -> dict[str, Any]:
         """Describes every tensor and where to fetch them, for the engine's ``prepare``.
 
@@ -81,7 +84,7 @@ class RefitSender(Endpoint[Any]):
         with self.asking:  # or else two callers would each make an end
             self.check_open()
             self._drop_described()
-            self._described = self.source()
+            self._described = self._source()
             manifest = self.kept.manifest_of(self._described)
             lacks = {}
             try:
@@ -100,7 +103,7 @@ class RefitSender(Endpoint[Any]):
     def names(self) -> list[str]:
         """The names of all tensors."""
         self.check_open()
-        with closing(self.source()) as source:
+        with closing(self._source()) as source:
             return [spec.name for spec in source.specs()]
 
     def open(
@@ -145,7 +148,7 @@ class RefitSender(Endpoint[Any]):
         if chosen.number is None:  # the weights may have changed since
             self._drop_described()
         described, self._described = self._described, None
-        source = self.source() if described is None else described
+        source = self._source() if described is None else described
         try:
             job = SendJob(self, self.kept, self.ranks, connection, source, chosen, version, number)
         except BaseException:
