@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import math
 import secrets
 import sys
 import types
@@ -85,10 +84,9 @@ def product_in_hand() -> ExitStack:
     stack.enter_context(
         threads_in_hand([n for n in modules if n not in with_clock], with_clock=with_clock)
     )
-    # Whether to look is asked of this clock, which always says yes. All sides share it, so it cannot
-    # tell that one of them was busy.
-    enter(_job, "BUSY_S", math.inf)
-    enter(_job, "time", types.SimpleNamespace(monotonic=lambda: next(ticks) / 10))
+    # Whether to look is asked of this clock, which always says yes; nobody is busy.
+    enter(_job, "time", types.SimpleNamespace(monotonic=lambda: float(next(ticks))))
+    enter(_job, "BUSY_S", float("inf"))
     # They divide by seconds, of which none pass here.
     enter(_send_job.SendJob, "_report", lambda *given: types.SimpleNamespace(as_dict=dict))
     report = types.SimpleNamespace(as_dict=dict, taken_over=[])
