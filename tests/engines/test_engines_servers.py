@@ -318,7 +318,7 @@ def test_rows_after_a_trainer_was_killed_by_a_commit_are_of_its_weights(
     until(lambda: others.rows > 8)
     kill_a_trainer(server, Done, 1)
     before = others.rows
-    until(lambda: others.rows >= before + rows, 400)
+    until(lambda: others.rows >= before + rows, 800)
     others.end()
     [new] = {one for *_, labels in others.parts for one in labels} - {label}
     others.check(policy.model, weights | {new: weights_of(policy)})
