@@ -94,6 +94,12 @@ class HostedEngine(Engine):
     def front(self) -> Any:
         return self._remote
 
+    def check_label(self) -> None:
+        state = self.worker.state()
+        expected = self._world.offered.get(state["version"]) if self.own is None else self.own
+        if not state["torn"] and self.weights != expected:
+            self._world.fails(f"{self.name} labels {self.weights} as {state['label']}")
+
 
 def _spawn(
     name: str, function: Callable[[], Any], stop: Callable[[], None] | None = None

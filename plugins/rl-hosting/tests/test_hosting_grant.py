@@ -18,6 +18,7 @@ from refit_model.world import Refit, Scenario
 from rl_core.weights.engine_lock import EngineLock
 from rl_hosting import worker_refits
 from rl_hosting._remote_receiver import RemoteReceiver
+from rl_hosting.worker_refits import WorkerRefits
 
 GIVEN_UP = ("quit T", "quit E0")
 ONE, TWO = (Refit(),), (Refit(), Refit())
@@ -42,7 +43,12 @@ FULL = {
     "a crash, and a reader": hosted(ONE, readers=1, tokens=3, faults=CRASH),
     "a pause, and a reader": hosted(ONE, readers=1, tokens=3, faults=PAUSE),
 }
-_adopt = RemoteReceiver._adopt
+_adopt, _state = RemoteReceiver._adopt, WorkerRefits.state
+
+
+def _labels_once_it_has_answered(self: WorkerRefits) -> dict[str, Any]:
+    answered = all(future.done() for future in self._futures.values())
+    return _state(self) if answered else {**_state(self), "torn": False, "version": 0}
 
 
 def _adopts_what_is_done(self: RemoteReceiver, states: list[dict[str, Any]]) -> None:
@@ -61,6 +67,11 @@ MUTANTS: dict[str, tuple[type, dict[str, Any], Scenario]] = {
         RemoteReceiver,
         {"_adopt": _adopts_what_is_done},
         SCENARIOS["a refit that ends early"],
+    ),
+    "a worker has the label of before until it has answered": (
+        WorkerRefits,
+        {"state": _labels_once_it_has_answered},
+        SCENARIOS["a crash"],
     ),
     "a driver keeps the lock": (
         EngineLock,

@@ -27,8 +27,8 @@ if TYPE_CHECKING:
 #: Times that were measured, addresses, what a job keeps for its caller, and caches: what they know
 #: of memory is of lanes that are open, which are written down.
 _IGNORED = {
-    "phase_seconds", "_entered", "_reported_at", "looked", "_lying", "_moved", "future", "at",
-    "endpoint", "_buckets", "buckets", "_made", "_on_gpu",
+    "phase_seconds", "_entered", "_reported_at", "looked", "heard", "_lying", "_moved", "future",
+    "at", "endpoint", "_buckets", "buckets", "_made", "_on_gpu",
 }  # fmt: skip
 #: Whose threads are written down: the product's, and those who ask for something.
 _LOOKED_INTO = ("rl_core", "rl_hosting", "refit_model/people")

@@ -236,6 +236,9 @@ class Engine:
                 f"{self.name} decodes with {weights}{half}, as version {version} of {expected}"
             )
 
+    def check_label(self) -> None:
+        """What a server tells every client of its weights is true, also while a driver refits."""
+
     def commits(self, version: int) -> None:
         point("commit")
         self._world.commits(self, version)

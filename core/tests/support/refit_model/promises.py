@@ -26,6 +26,7 @@ def check_engines(world: World) -> None:
     """
     for engine in world.engines.values():
         receiver, front, weights = engine.receiver, engine.front, engine.weights
+        engine.check_label()
         if engine.lock.held:
             continue
         expected = world.offered.get(front.version) if engine.own is None else engine.own
