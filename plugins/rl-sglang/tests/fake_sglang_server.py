@@ -14,12 +14,15 @@ from aiohttp import web
 from safetensors.torch import load_file
 
 from rl_backends.tensors import NamedTensorSink
-from rl_hosting import WorkerRefits
+from rl_hosting.worker_refits import TORN, WorkerRefits
 
 if TYPE_CHECKING:
     from pathlib import Path
 
 __all__ = ["FakeSglangServer"]
+
+
+_REFUSED = {"refuse": "too long", "torn": f"{TORN}the last refit failed"}
 
 
 @dataclass
@@ -32,7 +35,7 @@ class FakeSglangServer:
         server_info: Overrides of ``/server_info``.
         model_info: Overrides of ``/model_info``.
         fault: What happens to ``/generate``: "hang", "500", "nonsense", "no event", "hang up",
-            "nan", "short", "abort", "refuse".
+            "nan", "short", "abort", "refuse", "torn".
         raw: Log-probs are of the logits whatever the temperature.
         token_s: Seconds for a token.
         context: Tokens.
@@ -191,8 +194,8 @@ class FakeSglangServer:
         self.requests.append(asked)
         if self.fault == "500":
             return web.Response(status=500, text="boom")
-        if self.fault == "refuse":
-            return web.json_response({"error": {"message": "too long"}}, status=400)
+        if self.fault in _REFUSED:
+            return web.json_response({"error": {"message": _REFUSED[self.fault]}}, status=503)
         if "top_logprobs_num" in asked:
             return self._candidates(asked)
         answer = web.StreamResponse()

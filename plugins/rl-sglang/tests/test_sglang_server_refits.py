@@ -70,6 +70,17 @@ def test_tensors_of_another_model_never_reach_the_server(
     other.shutdown()
 
 
+@pytest.mark.filterwarnings("ignore::rl_core.errors.LoopWarning")  # of the temperature
+def test_client_of_a_server_with_torn_weights_is_checked_after_its_refit(
+    connect: Any, fake: FakeSglangServer, policy: Any
+) -> None:
+    fake.fault, fake.raw = "torn", True
+    generation = connect(temperature=0.5)
+    fake.fault = ""
+    with pytest.raises(CapabilityError, match="SGLANG_RETURN_ORIGINAL_LOGPROB"):
+        refit(policy, generation)
+
+
 def test_weights_that_somebody_else_changed_in_the_middle_of_a_row_fail_it(
     connect: Any, fake: FakeSglangServer
 ) -> None:

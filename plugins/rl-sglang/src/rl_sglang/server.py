@@ -181,6 +181,7 @@ class SglangServer(Server):
             "top_logprobs_num": _CANDIDATES,
         }
         status, answer = await self.client.post("/generate", request, self.answer_s)
+        self.check_whole(str(answer))
         try:
             if status != 200:
                 raise ValueError(f"{status}: {answer}")

@@ -6,8 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from rl_backends import Completion
 from rl_backends.generation.stop_strings import StopStrings
-from rl_core.errors import ConfigError, PluginError, WeightsTornError
-from rl_hosting.worker_refits import TORN
+from rl_core.errors import ConfigError, PluginError
 
 if TYPE_CHECKING:
     from rl_backends.generation.rows import Row
@@ -79,7 +78,7 @@ class RowStream:
         if "error" in event:
             error = event["error"]
             why = str(error.get("message") if isinstance(error, dict) else error)
-            self._check_whole(why)
+            self._server.check_whole(why)
             raise self._fault(f"refused a row: {why}")
         try:
             part = self._server.part(event)
@@ -89,7 +88,7 @@ class RowStream:
             ) from error
         self.ended = bool(part.reason)
         if part.reason.startswith("abort"):
-            self._check_whole(part.reason.removeprefix("abort: "))
+            self._server.check_whole(part.reason)
             raise self._fault(
                 f"aborted a row: {part.reason}",
                 fix="look at its log; another client may abort all requests",
@@ -113,15 +112,6 @@ class RowStream:
                 "generation_config.json to model_name; if the reason is NaN, check the weights",
             )
         return None, part.labels
-
-    def _check_whole(self, why: str) -> None:
-        if why.startswith(TORN):
-            client = self._server.client
-            raise WeightsTornError(
-                f"{client.who} refuses rows: {why.removeprefix(TORN)}",
-                fix="call refit again; the server needs no restart",
-                url=client.url,
-            )
 
     def _completion(self, count: int, *, truncated: bool) -> Completion:
         ids, logprobs = self._ids[:count], self._logprobs[:count]

@@ -21,6 +21,7 @@ from rl_core.errors import (
     WeightsTornError,
     WorkerDiedError,
 )
+from rl_hosting.worker_refits import TORN
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -141,6 +142,7 @@ class Server(ABC):
         self.answer_s = answer_s
         self._sampled = config.get("do_sample", True)
         self._on_lost = on_lost
+        self._measured = False
         try:
             self.facts = client.run(self._look(None), 4 * answer_s, "what it serves")
         except WorkerDiedError as error:
@@ -158,7 +160,11 @@ class Server(ABC):
         """Reads what the server reports of itself."""
 
     async def measure(self) -> None:
-        """Finds out what the server does not report, once for each start."""
+        """Finds out what the server does not report, once for each start.
+
+        Raises:
+            WeightsTornError: A refit must come first.
+        """
 
     @abstractmethod
     def request(self, row: Row, name: str, *, look_every: int | None) -> dict[str, Any]:
@@ -230,6 +236,23 @@ class Server(ABC):
         if self.facts.weights != self.counted_on:
             raise self.lost(self.facts.weights.label)
 
+    def check_whole(self, why: str) -> None:
+        """Raises the error for torn weights, if they are why the server refuses or ends a row.
+
+        Args:
+            why: What the server says.
+
+        Raises:
+            WeightsTornError: The last refit, of any client, left them so.
+        """
+        _, torn, reason = why.partition(TORN)
+        if torn:
+            raise WeightsTornError(
+                f"{self.client.who} refuses rows: {reason}",
+                fix="call refit again; the server needs no restart",
+                url=self.client.url,
+            )
+
     def lost(self, label: str) -> WeightsTornError:
         """The error for other weights than these; from now on nothing is generated.
 
@@ -287,7 +310,11 @@ class Server(ABC):
                         key="url",
                     )
             self._check(facts)
-            await self.measure()
+            self._measured = False
+        if not self._measured:
+            with contextlib.suppress(WeightsTornError):
+                await self.measure()
+                self._measured = True
         return facts
 
     def _check(self, facts: ServerFacts) -> None:
