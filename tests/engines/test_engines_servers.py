@@ -46,6 +46,7 @@ pytestmark = [
 
 ROWS = [[5, 6, 7, 8], [9], list(range(20, 60)), [100, 3, 7]]
 CLOSE, DEADLINE_S = 1e-3, 30.0
+LONG = pytest.mark.full, pytest.mark.timeout(2400)
 
 
 @pytest.fixture(
@@ -256,7 +257,7 @@ class Others:
         assert {label for *_, labels in self.parts for label in labels} <= set(weights)
 
 
-@pytest.mark.parametrize("refits", [10, pytest.param(200, marks=pytest.mark.full)])
+@pytest.mark.parametrize("refits", [10, pytest.param(200, marks=LONG)])
 def test_rows_beside_refits_are_of_the_weights_of_their_label(
     pair: Any, server: RealServer, refits: int
 ) -> None:
@@ -307,7 +308,7 @@ def kill_a_trainer(server: RealServer, message: type[Any], count: int) -> None:
     assert killed.exitcode == -signal.SIGKILL
 
 
-@pytest.mark.parametrize("rows", [200, pytest.param(10_000, marks=pytest.mark.full)])
+@pytest.mark.parametrize("rows", [200, pytest.param(10_000, marks=LONG)])
 def test_rows_after_a_trainer_was_killed_by_a_commit_are_of_its_weights(
     pair: Any, server: RealServer, rows: int
 ) -> None:
