@@ -71,13 +71,5 @@ def batch() -> BatchedDataDict[Any]:
     )
 
 
-def weights(module: Any) -> dict[str, torch.Tensor]:
-    return {name: value.clone() for name, value in module.model.state_dict().items()}
-
-
-def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
-    return one.keys() == other.keys() and all(value.equal(other[n]) for n, value in one.items())
-
-
 def sources(policy: RemotePolicy) -> list[dict[str, int]]:
     return policy._group.attributes("sources")

@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 import sharded
 from cluster_doubles import pids
-from sharded import batch, engine_of, same, sources, weights
-from simple_pair import until
+from module_weights import weights
+from sharded import batch, engine_of, sources
+from simple_pair import same, until
 
 from rl_core.errors import RLError
 from rl_core.weights import refit
@@ -36,10 +37,10 @@ def test_two_ranks_on_ray_do_what_one_process_does_until_one_dies(
         assert given["grad_norm"] == expected["grad_norm"]
         for options in ({}, {"transport": "collective", "address": "127.0.0.1"}):
             refit(policy, engine, deadline_s=60, **options)
-            assert same(weights(engine), weights(alone))
+            assert same(weights(engine.model), weights(alone.model))
         [keys] = policy.prepare_weights_for_ipc()
         engine.update_weights(policy.get_weights_ipc_handles(keys))
-        assert same(weights(engine), weights(alone))
+        assert same(weights(engine.model), weights(alone.model))
         policy.prepare_refit_info()
         # Two were for the names. The last refit has no driver that waits for the other ranks.
         until(lambda: sources(policy)[1]["closed"] == 5, "the close of all sources of rank 1")

@@ -1,4 +1,4 @@
-"""Rows of tokens as what is asked of an engine."""
+"""Rows of tokens, given or random, as what is asked of an engine."""
 
 from __future__ import annotations
 
@@ -20,3 +20,12 @@ def prompts(*rows: list[int], **extra: Any) -> BatchedDataDict[Any]:
             **extra,
         }
     )
+
+
+def random_prompts(*lengths: int, width: int = 0, seed: int = 7) -> BatchedDataDict[Any]:
+    """A batch of prompts of random tokens, padded with 0 on the right."""
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randint(3, 269, (len(lengths), max(*lengths, width)), generator=generator)
+    sizes = torch.tensor(lengths)
+    ids[torch.arange(ids.shape[1]) >= sizes[:, None]] = 0
+    return BatchedDataDict({"input_ids": ids, "input_lengths": sizes})

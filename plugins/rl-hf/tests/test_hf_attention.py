@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from prompt_rows import random_prompts
 from transformers.models.gemma2.modeling_gemma2 import Gemma2PreTrainedModel
 
 from rl_backends.torch.slots import segment_mask
 from rl_conformance.models import make_tiny_model
 from rl_conformance.oracle import Oracle
-from rl_core.batch import BatchedDataDict
 from rl_core.errors import CapabilityError, ConfigError
 from rl_hf import attention
 from rl_hf.attention import SEGMENTS, segment_attention
@@ -72,14 +72,6 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     return make
 
 
-def batch() -> BatchedDataDict[Any]:
-    width = max(LENGTHS)
-    ids = torch.randint(3, 269, (len(LENGTHS), width), generator=torch.Generator().manual_seed(7))
-    lengths = torch.tensor(LENGTHS)
-    ids[torch.arange(width) >= lengths[:, None]] = 0
-    return BatchedDataDict({"input_ids": ids, "input_lengths": lengths})
-
-
 def loaded(path: Path) -> Any:
     return transformers.AutoModelForCausalLM.from_pretrained(path).eval()
 
@@ -87,7 +79,7 @@ def loaded(path: Path) -> Any:
 @pytest.mark.parametrize("packing", [{}, {"sequence_packing": {"enabled": False}}])
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_policy_scores_as_the_models_own_attention_does(made, kind, packing):
-    path, data = made(kind), batch()
+    path, data = made(kind), random_prompts(*LENGTHS)
     policy = HuggingFacePolicy(str(path), **packing)
     expected = Oracle(path).batch_logprobs(data["input_ids"], data["input_lengths"])
     torch.testing.assert_close(policy.get_logprobs(data)["logprobs"], expected, atol=1e-4, rtol=0)
@@ -95,7 +87,7 @@ def test_a_policy_scores_as_the_models_own_attention_does(made, kind, packing):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_an_engine_generates_as_the_models_own_attention_does(made, kind):
-    path, data = made(kind), batch()
+    path, data = made(kind), random_prompts(*LENGTHS)
     engine = HuggingFaceGeneration(str(path), max_new_tokens=6)
     engine.prepare_for_generation()
     out = engine.generate(data, greedy=True)

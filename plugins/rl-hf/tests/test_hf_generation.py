@@ -13,18 +13,10 @@ from typing import Any
 
 import pytest
 import torch
+from prompt_rows import random_prompts
 
-from rl_core.batch import BatchedDataDict
 from rl_core.errors import ConfigError, LifecycleError
 from rl_hf.generation import HuggingFaceGeneration
-
-
-def batch(*lengths: int, width: int = 0, seed: int = 0) -> BatchedDataDict[Any]:
-    generator = torch.Generator().manual_seed(seed)
-    ids = torch.randint(3, 269, (len(lengths), max(*lengths, width, 1)), generator=generator)
-    sizes = torch.tensor(lengths, dtype=torch.int64)
-    ids[torch.arange(ids.shape[1]) >= sizes[:, None]] = 0
-    return BatchedDataDict({"input_ids": ids, "input_lengths": sizes})
 
 
 def awake(path: Path, **config: Any) -> HuggingFaceGeneration:
@@ -42,10 +34,10 @@ def test_configured_stop_strings_need_a_tokenizer(tiny: Callable[..., Path], tmp
     for file in ("config.json", "model.safetensors", "generation_config.json"):
         (tmp_path / file).symlink_to(tiny() / file)
     generation = awake(tmp_path, eos_token_id=[])
-    assert generation.generate(batch(3))["generation_lengths"].tolist() == [6]
+    assert generation.generate(random_prompts(3))["generation_lengths"].tolist() == [6]
     with pytest.raises(ConfigError, match="has no tokenizer"):
         HuggingFaceGeneration(str(tmp_path), stop_strings=["x"])
-    data = batch(3, 3)
+    data = random_prompts(3, 3)
     data["stop_strings"] = [None, ["x"]]
     with pytest.raises(ConfigError, match="row 1 has stop strings"):
         awake(tmp_path).generate(data)
@@ -53,14 +45,14 @@ def test_configured_stop_strings_need_a_tokenizer(tiny: Callable[..., Path], tmp
 
 def test_shutdown_lets_go_of_the_model(tiny: Callable[..., Path]):
     backend = awake(tiny())
-    backend.generate(batch(4))
+    backend.generate(random_prompts(4))
     model = weakref.ref(backend._model)
     assert backend.shutdown()
     assert backend.shutdown()
     gc.collect()
     assert model() is None
     with pytest.raises(LifecycleError, match="after shutdown"):
-        backend.generate(batch(4))
+        backend.generate(random_prompts(4))
 
 
 @pytest.mark.gpu
@@ -69,7 +61,7 @@ def test_sleep_gives_back_the_weights_memory(
     tiny: Callable[..., Path], allocated: Callable[[], int]
 ):
     path = tiny(hidden_size=512, num_layers=4)
-    backend, data = awake(path, device="cuda"), batch(4, 9)
+    backend, data = awake(path, device="cuda"), random_prompts(4, 9)
     before = backend.generate(data, greedy=True)
     resident = allocated()
     backend.finish_generation()

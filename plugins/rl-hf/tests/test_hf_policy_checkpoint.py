@@ -9,10 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
+from module_weights import weights
+from prompt_rows import random_prompts
+from simple_pair import same
 
 from rl_backends.policy.checkpoint_directory import write_directory
-from rl_core.batch import BatchedDataDict
 from rl_core.errors import CheckpointError
 from rl_hf.policy import HuggingFacePolicy
 from rl_losses import NLLLossFn
@@ -23,33 +24,18 @@ OPTIONS: dict[str, Any] = {
 }
 
 
-def batch() -> BatchedDataDict[Any]:
-    ids = torch.randint(3, 272, (4, 12), generator=torch.Generator().manual_seed(7))
-    return BatchedDataDict({"input_ids": ids, "input_lengths": torch.tensor([12, 3, 7, 9])})
-
-
 def policy_at(path: Path, steps: int = 0, **config: Any) -> HuggingFacePolicy:
     policy = HuggingFacePolicy(str(path), **{**OPTIONS, **config})
     for _ in range(steps):
-        policy.train(batch(), NLLLossFn())
+        policy.train(random_prompts(12, 3, 7, 9), NLLLossFn())
     return policy
-
-
-def weights(policy: HuggingFacePolicy) -> dict[str, torch.Tensor]:
-    return {name: tensor.clone() for name, tensor in policy.model.state_dict().items()}
-
-
-def assert_same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> None:
-    assert a.keys() == b.keys()
-    for name, tensor in a.items():
-        assert torch.equal(tensor, b[name]), name
 
 
 def test_an_export_is_a_model_and_no_checkpoint(tiny, tmp_path):
     policy = policy_at(tiny(), 1)
     policy.export_hf(tmp_path / "model")
     other = HuggingFacePolicy(str(tmp_path / "model"))
-    assert_same(weights(other), weights(policy))
+    assert same(weights(other.model), weights(policy.model))
     with pytest.raises(CheckpointError, match="no training state"):
         other.load_checkpoint(tmp_path / "model")
 
@@ -107,10 +93,10 @@ def test_a_manifest_names_no_files_elsewhere(tiny, tmp_path, name):
 def test_a_checkpoint_of_another_model_names_the_tensors(tiny, tmp_path):
     policy_at(tiny(), 1).save_checkpoint(tmp_path / "ck")
     other = policy_at(tiny("qwen2", hidden_size=32))
-    before = weights(other)
+    before = weights(other.model)
     with pytest.raises(CheckpointError, match=r"embed_tokens.weight is \[272, 128\]"):
         other.load_checkpoint(tmp_path / "ck")
-    assert_same(weights(other), before)
+    assert same(weights(other.model), before)
 
 
 def test_a_directory_appears_as_a_whole_or_not_at_all(tmp_path):

@@ -3,26 +3,21 @@
 from __future__ import annotations
 
 import time
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 import transformers
+from prompt_rows import random_prompts
 
 from rl_core.batch import BatchedDataDict
 from rl_core.errors import CapabilityError, ConfigError, DataError, DeadlineError, LifecycleError
 from rl_hf.policy import HuggingFacePolicy
 
 LENGTHS = (20, 3, 1, 7, 16, 5)
+batch = partial(random_prompts, *LENGTHS, width=24)
 PACKED = {"enabled": True, "train_mb_tokens": 30}
-
-
-def batch(lengths: tuple[int, ...] = LENGTHS, width: int = 24) -> BatchedDataDict[Any]:
-    ids = torch.randint(3, 272, (len(lengths), width), generator=torch.Generator().manual_seed(7))
-    rows = torch.tensor(lengths)
-    ids[torch.arange(width) >= rows[:, None]] = 0
-    return BatchedDataDict({"input_ids": ids, "input_lengths": rows})
 
 
 def test_a_model_that_lets_packed_rows_see_each_other_packs_only_if_asked_and_is_refused(
@@ -135,7 +130,7 @@ def test_a_wrong_row_is_named(tiny, change, row, words):
 
 
 def test_a_row_past_the_context_is_named(tiny):
-    data = batch((4, 300), width=300)
+    data = random_prompts(4, 300)
     with pytest.raises(DataError, match="row 1 has 300 tokens, but the context has 256"):
         HuggingFacePolicy(str(tiny())).get_logprobs(data)
 

@@ -6,6 +6,8 @@ from typing import Any
 
 import pytest
 import torch
+from module_weights import weights
+from simple_pair import same
 
 from rl_core.batch import BatchedDataDict
 from rl_core.errors import CapabilityError, DataError, TrainingError
@@ -37,19 +39,11 @@ def batch(lengths: tuple[int, ...] = LENGTHS, width: int = 24) -> BatchedDataDic
     )
 
 
-def weights(policy: HuggingFacePolicy) -> dict[str, torch.Tensor]:
-    return {name: tensor.clone() for name, tensor in policy.model.state_dict().items()}
-
-
-def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
-    return all(torch.equal(a[name], b[name]) for name in a)
-
-
 def test_text_alone_changes_in_a_model_of_images_and_text(tiny, tmp_path):
     policy = HuggingFacePolicy(str(tiny("qwen2_5_vl")), optimizer={"lr": 1e-2})
-    before = weights(policy)
+    before = weights(policy.model)
     policy.train(batch(), NLLLossFn())
-    for name, tensor in weights(policy).items():
+    for name, tensor in weights(policy.model).items():
         assert tensor.equal(before[name]) == name.startswith("model.visual."), name
     source = policy.weight_source()
     assert {s.name for s in source.specs() if not s.trainable} == {
@@ -81,26 +75,26 @@ def test_the_rows_of_a_loss_that_is_not_finite_are_named(tiny):
 
 def test_a_step_that_is_not_finite_is_skipped_where_so_configured(tiny):
     policy = HuggingFacePolicy(str(tiny()), non_finite="skip")
-    before = weights(policy)
+    before = weights(policy.model)
     result = policy.train(batch(), Faulty())
     assert result["skipped_steps"] == 1
-    assert same(weights(policy), before)
+    assert same(weights(policy.model), before)
 
 
 def test_bfloat16_learns_from_steps_below_its_resolution(tiny):
     policy = HuggingFacePolicy(
         str(tiny()), torch_dtype="bfloat16", optimizer={"lr": 1e-4, "weight_decay": 0.0}
     )
-    before = weights(policy)
+    before = weights(policy.model)
     for _ in range(30):
         policy.train(batch(), NLLLossFn())
     exact = HuggingFacePolicy(str(tiny()), optimizer={"lr": 1e-4, "weight_decay": 0.0})
-    start = weights(exact)
+    start = weights(exact.model)
     for _ in range(30):
         exact.train(batch(), NLLLossFn())
     name = "model.layers.0.mlp.up_proj.weight"
-    moved = (weights(policy)[name] - before[name]).float().norm()
-    expected = (weights(exact)[name] - start[name]).norm()
+    moved = (weights(policy.model)[name] - before[name]).float().norm()
+    expected = (weights(exact.model)[name] - start[name]).norm()
     assert float(moved) == pytest.approx(float(expected), rel=0.2)
 
 

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 import transformers
+from prompt_rows import random_prompts
 
 from rl_conformance.models import make_tiny_model
 from rl_conformance.oracle import Oracle
-from rl_core.batch import BatchedDataDict
 from rl_hf.generation import HuggingFaceGeneration
 from rl_hf.policy import HuggingFacePolicy
 from rl_hf.positions import sharing_limit
@@ -35,20 +34,12 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_tiny_model(folder, "llama", max_position_embeddings=128, rope_parameters=LONGROPE)
 
 
-def batch(lengths: tuple[int, ...] = LENGTHS) -> BatchedDataDict[Any]:
-    width = max(lengths)
-    ids = torch.randint(3, 269, (len(lengths), width), generator=torch.Generator().manual_seed(7))
-    rows = torch.tensor(lengths)
-    ids[torch.arange(width) >= rows[:, None]] = 0
-    return BatchedDataDict({"input_ids": ids, "input_lengths": rows})
-
-
 PACKING = pytest.mark.parametrize("packing", [True, False])
 
 
 @PACKING
 def test_rows_of_both_kinds_are_scored_as_each_alone(path, packing):
-    data, oracle = batch(), Oracle(path)
+    data, oracle = random_prompts(*LENGTHS), Oracle(path)
     policy = HuggingFacePolicy(str(path), sequence_packing={"enabled": packing})
     expected = oracle.batch_logprobs(data["input_ids"], data["input_lengths"])
     for size in (None, 1, 4):
@@ -65,7 +56,7 @@ def test_rows_of_both_kinds_are_scored_as_each_alone(path, packing):
 
 @PACKING
 def test_a_step_is_that_of_each_row_alone(path, packing):
-    data, oracle = batch(), Oracle(path)
+    data, oracle = random_prompts(*LENGTHS), Oracle(path)
     data["token_mask"] = (torch.arange(60) < data["input_lengths"][:, None]).float()
     data["token_mask"][:, 0] = 0
     policy = HuggingFacePolicy(str(path), sequence_packing={"enabled": packing})
@@ -79,7 +70,7 @@ def test_a_row_ends_where_its_tokens_would_be_scored_otherwise(path, caplog):
     engine = HuggingFaceGeneration(str(path), max_new_tokens=8)
     assert "rows of more than 32 tokens" in caplog.text
     engine.prepare_for_generation()
-    data = batch((10, 28, 60, 32, 33))
+    data = random_prompts(10, 28, 60, 32, 33)
     out = engine.generate(data, greedy=True)
     assert out["generation_lengths"].tolist()[1:] == [4, 8, 0, 8]
     assert out["truncated"].tolist()[1:] == [True] * 4

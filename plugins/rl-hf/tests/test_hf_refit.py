@@ -8,10 +8,12 @@ from typing import Any
 
 import pytest
 import torch
+from module_weights import weights
+from prompt_rows import random_prompts
+from simple_pair import same
 from torch import nn
 
 from rl_backends.torch.reference import make_reference
-from rl_core.batch import BatchedDataDict
 from rl_core.errors import ConfigError
 from rl_core.weights import refit
 from rl_hf.generation import HuggingFaceGeneration
@@ -23,23 +25,8 @@ OPTIONS: dict[str, Any] = {"optimizer": {"lr": 1e-3}}
 LORA = {"r": 4, "alpha": 8.0, "target_modules": "all-linear"}
 
 
-def batch() -> BatchedDataDict[Any]:
-    ids = torch.randint(3, 272, (4, 12), generator=torch.Generator().manual_seed(7))
-    lengths = torch.tensor([12, 3, 7, 9])
-    ids[torch.arange(12) >= lengths[:, None]] = 0
-    return BatchedDataDict({"input_ids": ids, "input_lengths": lengths})
-
-
-def weights(model: nn.Module) -> dict[str, torch.Tensor]:
-    return {name: tensor.clone() for name, tensor in model.state_dict().items()}
-
-
-def same(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> bool:
-    return left.keys() == right.keys() and all(torch.equal(left[n], right[n]) for n in left)
-
-
 def train(policy: HuggingFacePolicy) -> float:
-    return policy.train(batch(), NLLLossFn())["loss"]
+    return policy.train(random_prompts(12, 3, 7, 9), NLLLossFn())["loss"]
 
 
 @pytest.fixture

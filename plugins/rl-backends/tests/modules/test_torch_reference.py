@@ -6,6 +6,8 @@ import tempfile
 
 import pytest
 import torch
+from module_weights import weights
+from simple_pair import same
 from torch import nn
 
 from rl_backends.torch.reference import make_reference
@@ -21,14 +23,6 @@ class Odd(nn.Module):
         self.b = self.a
         self.c = nn.Parameter(torch.arange(8.0)[:5])
         self.register_buffer("d", torch.tensor([7]))
-
-
-def weights(model: nn.Module) -> dict[str, torch.Tensor]:
-    return {name: tensor.clone() for name, tensor in model.state_dict().items()}
-
-
-def same(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> bool:
-    return left.keys() == right.keys() and all(torch.equal(left[n], right[n]) for n in left)
 
 
 def change(model: nn.Module) -> None:
