@@ -6,23 +6,12 @@ import threading
 import time
 from typing import TYPE_CHECKING, Any
 
-import torch
-
-from rl_core.batch import BatchedDataDict
+from prompt_rows import prompts
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-
-def prompts(*rows: list[int], **more: Any) -> BatchedDataDict[Any]:
-    width = max(map(len, rows))
-    return BatchedDataDict(
-        {
-            "input_ids": torch.tensor([row + [0] * (width - len(row)) for row in rows]),
-            "input_lengths": torch.tensor([len(row) for row in rows]),
-        }
-        | more
-    )
+__all__ = ["in_background", "prompts", "tokens", "until"]
 
 
 def tokens(prompt: list[int], count: int) -> list[int]:

@@ -22,6 +22,11 @@ def prompts(*rows: list[int], **extra: Any) -> BatchedDataDict[Any]:
     )
 
 
+def single_tokens(*tokens: int) -> BatchedDataDict[Any]:
+    """A batch of prompts of one token each."""
+    return prompts(*([token] for token in tokens))
+
+
 def random_prompts(*lengths: int, width: int = 0, seed: int = 7) -> BatchedDataDict[Any]:
     """A batch of prompts of random tokens, padded with 0 on the right."""
     generator = torch.Generator().manual_seed(seed)

@@ -5,8 +5,6 @@ from __future__ import annotations
 import asyncio
 import math
 import threading
-from collections.abc import Callable, Iterator
-from typing import Any
 
 import pytest
 import torch
@@ -23,21 +21,6 @@ from rl_core.errors import (
 )
 
 SOON = 60.0
-
-
-@pytest.fixture
-def make() -> Iterator[Callable[..., CountingEngine]]:
-    engines = []
-
-    def build(**config: Any) -> CountingEngine:
-        engines.append(CountingEngine(**config))
-        engines[-1].prepare_for_generation()
-        return engines[-1]
-
-    yield build
-    for engine in engines:
-        engine.before_row = lambda row: None
-        engine.shutdown()
 
 
 def lock_is_free(engine: CountingEngine) -> bool:

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from counting_engine import CountingEngine, collect
+from counting_engine import collect
 from prompt_rows import prompts
 
 from rl_backends import PolicyRefits
@@ -22,20 +22,6 @@ from rl_core.interfaces import GenerationConfig
 from rl_core.weights import refit
 from rl_core.weights.driver import warn_of_sampling
 from rl_core.weights.options import SendOptions
-
-
-@pytest.fixture
-def make():
-    engines = []
-
-    def build(**config: Any) -> CountingEngine:
-        engines.append(CountingEngine(**config))
-        engines[-1].prepare_for_generation()
-        return engines[-1]
-
-    yield build
-    for engine in engines:
-        engine.shutdown()
 
 
 def drawn(output: BatchedDataDict[Any]) -> list[int]:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 from patience import enough_for
+from prompt_rows import single_tokens
 from simple_pair import SOON, until
 
 from rl_backends import (
@@ -105,7 +106,7 @@ class Engine(GenerationBackend):
     def call(
         self, deliver: Callable[[Any], object], *tokens: int, method: str = "generate_async"
     ) -> ServedCall:
-        prompts = PromptBatch.from_data(prompt(*tokens), self.sampling, self.facts)
+        prompts = PromptBatch.from_data(single_tokens(*tokens), self.sampling, self.facts)
         return ServedCall(method, prompts, self.sampling, deliver)
 
     def weight_sink(self) -> Any:
@@ -116,11 +117,6 @@ class Engine(GenerationBackend):
     def on_shutdown(self) -> None: ...
 
 
-def prompt(*tokens: int) -> BatchedDataDict[Any]:
-    ids = torch.tensor([[token] for token in tokens])
-    return BatchedDataDict({"input_ids": ids, "input_lengths": torch.ones(len(tokens)).long()})
-
-
 @pytest.fixture
 def pool() -> Iterator[concurrent.futures.ThreadPoolExecutor]:
     with concurrent.futures.ThreadPoolExecutor(64) as threads:
@@ -129,15 +125,15 @@ def pool() -> Iterator[concurrent.futures.ThreadPoolExecutor]:
 
 def test_who_waits_for_rows_leaves_the_processors_to_who_decodes_them():
     engine = Engine()
-    engine.generate(prompt(2))
-    asyncio.run(rows_of(engine, prompt(3)))
+    engine.generate(single_tokens(2))
+    asyncio.run(rows_of(engine, single_tokens(3)))
     assert engine.rows.left == [threading.get_ident()] * 2
     assert threading.get_ident() not in engine.rows.worked
 
 
 def test_the_thread_ends_with_the_calls_and_keeps_nobody_alive():
     engine = Engine()
-    engine.generate(prompt(5))
+    engine.generate(single_tokens(5))
     until(lambda: not [t for t in threading.enumerate() if t.name.startswith("generate-")])
     rows = engine.rows
     engine.shutdown()
@@ -148,7 +144,7 @@ def test_the_thread_ends_with_the_calls_and_keeps_nobody_alive():
 
 def test_a_writer_waits_for_calls_that_have_begun_and_no_other_begins(pool):
     engine = Engine(room=1, stepped=True)
-    begun = pool.submit(engine.generate, prompt(5, 6))
+    begun = pool.submit(engine.generate, single_tokens(5, 6))
     until(lambda: bool(engine.rows.rows))
     order: list[str] = []
 
@@ -159,7 +155,7 @@ def test_a_writer_waits_for_calls_that_have_begun_and_no_other_begins(pool):
 
     first = pool.submit(write, "first")
     until(lambda: engine._lock.refit_waiting)
-    later = pool.submit(engine.generate, prompt(7))
+    later = pool.submit(engine.generate, single_tokens(7))
     later.add_done_callback(lambda _: order.append("later"))
     until(lambda: len(engine._serving("generate")._arrived) == 1)
     assert not first.done()
@@ -177,8 +173,8 @@ def test_a_writer_waits_for_calls_that_have_begun_and_no_other_begins(pool):
 
 def test_a_row_that_fails_fails_its_call_alone(pool):
     engine = Engine(stepped=True)
-    good = pool.submit(engine.generate, prompt(20, 30))
-    bad = pool.submit(engine.generate, prompt(40, 13, 50))
+    good = pool.submit(engine.generate, single_tokens(20, 30))
+    bad = pool.submit(engine.generate, single_tokens(40, 13, 50))
     until(lambda: len(engine.rows.rows) == 5)
     engine.rows.step.release(20)
     with pytest.raises(DataError, match="row 1 is unlucky"):
@@ -189,9 +185,9 @@ def test_a_row_that_fails_fails_its_call_alone(pool):
 
 def test_an_engine_that_fails_fails_the_calls_in_it_and_serves_those_after(pool):
     engine = Engine(room=3, stepped=True)
-    inside = [pool.submit(engine.generate, prompt(20 + i)) for i in range(3)]
+    inside = [pool.submit(engine.generate, single_tokens(20 + i)) for i in range(3)]
     until(lambda: len(engine.rows.rows) == 3)
-    outside = pool.submit(engine.generate, prompt(90))
+    outside = pool.submit(engine.generate, single_tokens(90))
     until(lambda: len(engine._serving("generate")._arrived) == 1)
     engine.rows.broken = OSError("it broke")
     engine.rows.step.release(1)
@@ -218,19 +214,19 @@ def test_a_reader_whose_loop_is_gone_keeps_nobody_waiting():
     engine.rows.step.release(9)
     until(lambda: not engine.rows.rows)
     engine.rows.step.release(9)
-    assert engine.generate(prompt(5))["generation_lengths"].tolist() == [3]
+    assert engine.generate(single_tokens(5))["generation_lengths"].tolist() == [3]
 
 
 def test_who_changes_the_engine_cannot_generate_meanwhile():
     engine = Engine()
     with engine._lock, pytest.raises(LifecycleError, match="changes the engine"):
-        engine.generate(prompt(5))
-    assert engine.generate(prompt(5)).size == 1
+        engine.generate(single_tokens(5))
+    assert engine.generate(single_tokens(5)).size == 1
 
 
 def test_calls_that_wait_when_the_engine_ends_are_refused(pool):
     engine = Engine(room=1, stepped=True)
-    begun = pool.submit(engine.generate, prompt(5))
+    begun = pool.submit(engine.generate, single_tokens(5))
     until(lambda: bool(engine.rows.rows))
     service = engine._serving("generate")
     ending = pool.submit(engine.shutdown)
@@ -255,8 +251,8 @@ def test_a_system_without_threads_refuses_a_call_and_serves_the_next(monkeypatch
     with monkeypatch.context() as patched:
         patched.setattr(threading.Thread, "start", cannot)
         with pytest.raises(RuntimeError, match="new thread"):
-            engine.generate(prompt(5))
-    assert engine.generate(prompt(5)).size == 1
+            engine.generate(single_tokens(5))
+    assert engine.generate(single_tokens(5)).size == 1
 
 
 def test_a_version_that_cannot_be_read_is_the_calls_error(pool):
@@ -277,10 +273,10 @@ def test_a_key_that_the_engine_does_not_have_is_the_plugins_fault():
     def by_index() -> list[Any]:
         return [Completion(0, done.token_ids, done.logprobs, True) for done in collect()]
 
-    engine.generate(prompt(5))
+    engine.generate(single_tokens(5))
     engine.rows.collect = by_index
     with pytest.raises(PluginError, match="row's key"):
-        engine.generate(prompt(5))
+        engine.generate(single_tokens(5))
 
 
 @pytest.mark.parametrize("seconds", [None, 1000.0, 1e12, float("inf")])
@@ -289,9 +285,9 @@ def test_an_engines_own_time_out_is_told_as_it_is(error, seconds):
     engine = Engine(call_deadline_s=seconds)
     engine.rows.broken = error
     with pytest.raises(TimeoutError, match=r"its own|engine's own"):
-        engine.generate(prompt(5))
+        engine.generate(single_tokens(5))
     with pytest.raises(TimeoutError, match=r"its own|engine's own"):
-        asyncio.run(rows_of(engine, prompt(5)))
+        asyncio.run(rows_of(engine, single_tokens(5)))
 
 
 async def rows_of(engine: Engine, data: BatchedDataDict[Any]) -> list[int]:
@@ -299,13 +295,13 @@ async def rows_of(engine: Engine, data: BatchedDataDict[Any]) -> list[int]:
 
 
 def test_rows_that_are_done_come_to_a_slow_reader_too():
-    seconds = enough_for(lambda: Engine(room=1).generate(prompt(5, 6, 7)), least=3.0)
+    seconds = enough_for(lambda: Engine(room=1).generate(single_tokens(5, 6, 7)), least=3.0)
     engine = Engine(room=1, call_deadline_s=seconds, stepped=True)
     engine.rows.step.release(3)
 
     async def read_slowly() -> list[int]:
         found, passed = [], time.monotonic() + seconds + 0.5
-        async for row, _ in engine.generate_async(prompt(5, 6, 7)):
+        async for row, _ in engine.generate_async(single_tokens(5, 6, 7)):
             found.append(row)
             # The event loop is held: it sees what is done meanwhile when the deadline has passed.
             engine.rows.step.release(6)
@@ -323,7 +319,7 @@ def test_no_cancellation_is_lost(deadline):
     async def cancel_once(yields: int) -> None:
         async def read() -> None:
             while True:
-                await rows_of(engine, prompt(5))
+                await rows_of(engine, single_tokens(5))
 
         task = asyncio.create_task(read())
         for _ in range(yields):
@@ -517,7 +513,7 @@ def test_a_stream_that_is_cancelled_while_others_gather_is_gone(monkeypatch):
     monkeypatch.setattr(_serving, "time", clock(lambda _: service.cancel(call)))
     service.submit(call)
     until(lambda: service._thread is None)
-    assert engine.generate(prompt(5))["output_ids"].tolist() == [[5, 6, 7, 8]]
+    assert engine.generate(single_tokens(5))["output_ids"].tolist() == [[5, 6, 7, 8]]
     assert len(engine.rows.admitted) == 1
 
 

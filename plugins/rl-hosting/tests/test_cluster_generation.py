@@ -11,6 +11,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from prompt_rows import single_tokens
 
 from rl_backends import ModelFacts
 from rl_backends.generation.prompts import row_seeds
@@ -77,11 +78,6 @@ def backend(replicas: Replicas, **config: Any) -> RemoteGeneration:
     return made
 
 
-def prompts(*tokens: int) -> BatchedDataDict[Any]:
-    ids = torch.tensor([[token] for token in tokens])
-    return BatchedDataDict({"input_ids": ids, "input_lengths": torch.ones(len(tokens)).long()})
-
-
 @pytest.mark.parametrize("after", [8, 1])
 def test_rows_that_a_refit_overtook_are_generated_anew(after):
     """Also where the versions go back, as those of another trainer may."""
@@ -91,7 +87,7 @@ def test_rows_that_a_refit_overtook_are_generated_anew(after):
             replicas.versions[:] = [after, after]
 
     replicas = Replicas([7, 7], refit)
-    output = backend(replicas).generate(prompts(2, 3, 4, 5))
+    output = backend(replicas).generate(single_tokens(2, 3, 4, 5))
     assert output["weights_version"].tolist() == [after] * 4
     assert output["weights_origin"].tolist() == [after + 100] * 4
     assert output["output_ids"].tolist() == [[2, 52], [3, 53], [4, 54], [5, 55]]
@@ -111,7 +107,7 @@ def test_a_call_waits_for_a_refit_that_has_not_reached_all_replicas(monkeypatch)
         return Replicas.attributes(replicas, name)
 
     monkeypatch.setattr(replicas, "attributes", attributes)
-    output = backend(replicas).generate(prompts(2, 3))
+    output = backend(replicas).generate(single_tokens(2, 3))
     assert output["weights_version"].tolist() == [8, 8]
     assert len(looks) >= 4
 
@@ -121,7 +117,7 @@ def test_a_single_row_goes_to_the_replica_with_the_least_to_do():
     generation = backend(replicas)
     held = generation._loads.assign([100])  # a long call that goes on
     for token in range(10, 16):
-        generation.generate(prompts(token))
+        generation.generate(single_tokens(token))
     [busy] = held
     assert replicas.calls[busy] == []
 
@@ -130,12 +126,12 @@ def test_a_single_row_goes_to_the_replica_with_the_least_to_do():
 def test_row_i_draws_from_stream_i_on_any_number_of_replicas(size):
     replicas = Replicas([1] * size)
     generation = backend(replicas, seed=5)
-    generation.generate(prompts(10))
-    generation.generate(prompts(11, 12, 13))
-    generation.generate(prompts(40), greedy=True)
+    generation.generate(single_tokens(10))
+    generation.generate(single_tokens(11, 12, 13))
+    generation.generate(single_tokens(40), greedy=True)
     with pytest.raises(DataError):
-        generation.generate(prompts(100))  # beyond the vocabulary
-    generation.generate(prompts(15, 16))
+        generation.generate(single_tokens(100))  # beyond the vocabulary
+    generation.generate(single_tokens(15, 16))
     streams = row_seeds(5, 7).tolist()
     drawn = {row: replicas.seeds[row] for row in (10, 11, 12, 13, 15, 16)}
     assert drawn == {10 + i: streams[i] for i in (0, 1, 2, 3, 5, 6)}
