@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import types
 from typing import Any
 
 import pytest
@@ -228,23 +227,6 @@ def test_events_reach_every_plugin_although_one_raises(
     assert seen == ["refit_committed"]
     assert "rl-one 1.0 (hooks) failed to observe refit_committed" in caplog.text
     assert "ZeroDivisionError" in caplog.text
-
-
-def test_refit_reports_to_hooks_also_when_it_fails(
-    install: Install, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from rl_core.weights import refit
-
-    seen: list[str] = []
-    monkeypatch.setattr("builtins.seen_events", seen, raising=False)
-    hooks(install, "def on_event(event):\n    seen_events.append(event.name)\n")
-    calls = ("send_weights", "receive_weights")
-    without: Any = types.SimpleNamespace(
-        prepare_refit_info=lambda: None, **dict.fromkeys(calls, lambda **_: [])
-    )
-    with pytest.raises(ConfigError, match="does not send from here"):
-        refit(without, generation=without)
-    assert seen == ["refit_started", "refit_failed"]
 
 
 def test_a_transport_of_another_distribution_is_named_with_how_to_install_it(
