@@ -13,13 +13,11 @@ import torch
 from counting_engine import collect
 from prompt_rows import prompts
 
-from rl_backends import PolicyRefits
 from rl_core import LoopWarning
 from rl_core.batch import BatchedDataDict
 from rl_core.config import check_config
 from rl_core.errors import ConfigError, DataError, LifecycleError
 from rl_core.interfaces import GenerationConfig
-from rl_core.weights import refit
 from rl_core.weights.driver import warn_of_sampling
 from rl_core.weights.options import SendOptions
 
@@ -158,23 +156,6 @@ def test_hardware_is_for_the_cluster_to_give():
 
 
 # -- refits ---------------------------------------------------------------------------------------
-
-
-class Scorer(PolicyRefits):
-    """A policy that does nothing."""
-
-    def weight_source(self) -> Any: ...
-
-
-Scorer.__abstractmethods__ = frozenset()  # type: ignore[attr-defined]
-
-
-def test_a_refit_the_wrong_way_round_is_refused(make):
-    engine, policy = make(), Scorer()
-    for pair in ((engine, policy), (engine, engine), (policy, policy), (policy, "engine")):
-        with pytest.raises(ConfigError, match="the trainer, or its module, comes first"):
-            refit(*pair)
-    policy._sender.close()
 
 
 @pytest.mark.parametrize(
