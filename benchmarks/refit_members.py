@@ -24,6 +24,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
+from rl_backends.rank_job import follow
 from rl_backends.refit_ranks import RefitRanks
 from rl_core.futures import wait
 from rl_core.interfaces import Piece
@@ -211,7 +212,7 @@ class Rank(Member):
             target.copy_(tensor)
 
     def refit(self, options: dict[str, Any]) -> tuple[Span, Any]:
-        call = self.sender.follow if self.index else self.sender.send
+        call = partial(follow, self.sender) if self.index else self.sender.send
         options = {"receivers": self.case.engines, "deadline_s": DEADLINE_S, **options}
         return clocked(lambda: wait(call(**options), DEADLINE_S + GRACE_S)[0])
 

@@ -8,6 +8,7 @@ import struct
 import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, closing, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from remote import Remote
 from simple_pair import SOON
 from torch._C import _distributed_c10d as c10d
 
+from rl_backends.rank_job import follow
 from rl_backends.refit_ranks import RefitRanks
 from rl_backends.tensors import NamedTensorSink, NamedTensorSource
 from rl_core.futures import spawn, wait
@@ -142,7 +144,7 @@ def refitting(
                     source.tensors_by_name[name].copy_(values)
             for engine in engines:
                 engine.start("refit", version)
-            calls = [senders[0].send, *(sender.follow for sender in senders[1:])]
+            calls = [senders[0].send, *(partial(follow, sender) for sender in senders[1:])]
             report, *_ = wait([call(**options) for call in calls], SOON)
             found = [engine.result() for engine in engines]
         for box, (wire, counted) in zip(boxes, found, strict=True):

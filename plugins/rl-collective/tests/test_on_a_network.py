@@ -114,7 +114,7 @@ def test_an_engine_that_cannot_come_says_so_to_a_trainer_that_waits(both):
     given = {"ip": address["ip"], "port": address["port"]}
     wait([opened, engine.receiver.open("collective", SOON, given)], SOON)
     waiting = trainer.sender.send(transport="collective", deadline_s=600)
-    with pytest.raises(LifecycleError, match="not collective"):
+    with pytest.raises(LifecycleError, match="collective: it was not opened"):
         engine.receiver.receive(transport="collective")
     error = waiting.exception(SOON)
     assert isinstance(error, RefitAborted)

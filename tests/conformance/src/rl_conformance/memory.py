@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import gc
 from contextlib import suppress
 from pathlib import Path
 
@@ -23,16 +24,19 @@ class MemoryPeak:
     page of a mapped file that is written to takes nothing: it was there.
 
     Args:
-        trim: First gives back what this process has freed and its allocator keeps, so that what is
-            taken from that counts too. Not so in a child.
+        trim: First frees what nothing in this process uses any more, and gives back what its
+            allocator keeps: what is taken from that counts then, and what is freed meanwhile does
+            not hide what is taken. Not so in a child.
 
     Attributes:
         exact: Whether peaks are seen.
     """
 
     def __init__(self, *, trim: bool = False) -> None:
-        if trim and hasattr(library := ctypes.CDLL(None), "malloc_trim"):  # glibc has it
-            library.malloc_trim(0)
+        if trim:
+            gc.collect()
+            if hasattr(library := ctypes.CDLL(None), "malloc_trim"):  # glibc has it
+                library.malloc_trim(0)
         self._device = _device_peak(anew=True)  # first: it may have to import torch
         processes = [psutil.Process(), *psutil.Process().children(recursive=True)]
         self._resident: dict[psutil.Process, int] = {}
