@@ -152,7 +152,7 @@ def _forgets_digests(do: Any, self: SendJob, effect: Any) -> Any:
     return self.session.packed(effect.index, effect.digests, effect.lane)
 
 
-def _takes_the_last(found: Any, self: SendJob) -> dict[str, bytes]:
+def _takes_the_last(compare: Any, self: SendJob) -> dict[str, bytes]:
     return {name: it for table in self._tables.values() for name, it in table.known.items()}
 
 
@@ -298,7 +298,7 @@ MUTANTS: dict[str, tuple[Callable[[], AbstractContextManager[Any]], str]] = {
         "RANKS_STEP",
     ),
     "copies of two ranks are not compared": (
-        _around(SendJob, "_found", _takes_the_last),
+        _around(SendJob, "_compare_copies", _takes_the_last),
         "RANKS_DRIFT",
     ),
     "a rank that has confirmed takes every end for a good one": (

@@ -398,8 +398,8 @@ class Partition:
         for part, found in shared:
             far = None  # the rank for all hosts without one that has it
             for host in (host for host, mask in keeps.items() if mask[part]):
-                alone = bool(host) and not any(lack[host])
-                near = [rank for rank in found if alone and hosts.get(rank) == host]
+                enough = bool(host) and not any(lack[host])
+                near = [rank for rank in found if enough and hosts.get(rank) == host]
                 source = None if near else far
                 if source is None:
                     source = min(near or found, key=loads.__getitem__ if compared else int)

@@ -180,16 +180,18 @@ def sent_parts(
                 yield one, narrowed(tensor, box_of(spec), one) if isinstance(one, Part) else tensor
 
 
-def check_finite(given: Iterable[tuple[TensorSpec, torch.Tensor]], how: str, version: int) -> None:
+def check_finite(
+    given: Iterable[tuple[TensorSpec, torch.Tensor]], action: str, version: int
+) -> None:
     """Warns of NaN and infinity in what is going to be sent.
 
     Args:
-        given: That.
-        how: ``check_finite`` of :class:`~rl_core.weights.options.SendOptions`.
+        given: The parts that are going to be sent.
+        action: ``check_finite`` of :class:`~rl_core.weights.options.SendOptions`.
         version: Of the refit.
 
     Raises:
-        TrainingError: There is some, and ``how`` is ``"refuse"``.
+        TrainingError: There is some, and ``action`` is ``"refuse"``.
     """
     # A sum is as good, and reads each element once. Torch has none for floats of 8 bits.
     found = [  # no loop: an error must not hold the last tensor
@@ -198,8 +200,8 @@ def check_finite(given: Iterable[tuple[TensorSpec, torch.Tensor]], how: str, ver
         if tensor.is_floating_point() and tensor.itemsize > 1 and not tensor.sum().isfinite()
         if (count := int((~tensor.isfinite()).sum()))  # or only the sum is too large
     ]
-    text = f"version {version} has NaN or infinity, in so many elements: {', '.join(found)}"
-    if found and how == "refuse":
+    text = f"version {version} has NaN or infinity, with the number of elements: {', '.join(found)}"
+    if found and action == "refuse":
         fix = 'load a checkpoint before it; check_finite="warn" sends it nevertheless'
         raise TrainingError(text, fix=fix)
     if found:

@@ -536,7 +536,7 @@ class SendJob(Job[SenderSession]):
             nbytes = sum(part.nbytes for mask in copies.values() for part in compress(owned, mask))
             self._compared = nbytes, clock() - begun
         if self._table is not None:
-            self._table.known.update(self._found())
+            self._table.known.update(self._compare_copies())
         if self._same and self._kept.committed_parts in (None, self._parts):
             self._check_same(self._table)  # of other parts, `confirm` alone knows that they stayed
         table = self._table
@@ -544,8 +544,8 @@ class SendJob(Job[SenderSession]):
             {key: "" if table is None else table.digest(m) for key, m in self._keeps.items()}
         )
 
-    def _found(self) -> dict[str, bytes]:
-        """The digest of every part that some rank has sent or compared.
+    def _compare_copies(self) -> dict[str, bytes]:
+        """Compares what the ranks found, and returns the digest of every part that they hashed.
 
         Raises:
             LifecycleError: Two ranks have other values of the same part; names one of them.

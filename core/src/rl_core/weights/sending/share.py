@@ -149,26 +149,26 @@ class Share:
     def prepare(
         self,
         mode: DataMode,
-        size: int,
+        bucket_bytes: int,
         skip: bytes,
         table: DigestTable | None,
-        how: str,
+        action: str,
         version: int,
     ) -> SenderBuckets:
         """Makes the buckets of all parts but those with a 1 in ``skip``, and memory for them.
 
         Args:
             mode: Of the lane.
-            size: Of a bucket.
-            skip: See above.
-            table: Takes the digests.
-            how: For :func:`check_finite`, before anything is sent.
-            version: The same.
+            bucket_bytes: Size of a bucket.
+            skip: A byte for each part.
+            table: Takes the digests; None if nothing is verified.
+            action: What follows if a part is not finite: ``check_finite`` of the options.
+            version: Of the refit, for the warning or the error.
         """
-        buckets = self.buckets = self._make(mode, size, skip)
+        buckets = self.buckets = self._make(mode, bucket_bytes, skip)
         sent = self.parts, buckets.plan.sent
-        if how != "off":
-            check_finite(self._given(*sent), how, version)
+        if action != "off":
+            check_finite(self._given(*sent), action, version)
         given = self._given(*sent) if mode is DataMode.PACKED else None
         self._packer = Packer(buckets, given, table, self.readers)
         return buckets
