@@ -41,7 +41,7 @@ class RefitReport:
         fallback: Why ``mode="auto"`` did not read the tensors where they are; None if it did.
         origin: Identifies the trainer of that version; constant while its sending end lives.
         compared_bytes: Bytes of copies that ranks of the trainer hashed without sending them.
-        compared_seconds: For how long rank 0 waited for the digests of these.
+        compared_seconds: In which rank 0 hashed its own of these, and waited for the others.
         taken_over: The engines that had another trainer's weights before, each with its ``name``
             and the ``origin`` and ``version`` of these. Versions of two origins do not compare.
     """
